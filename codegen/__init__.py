@@ -1,0 +1,1 @@
+"""From a node to source to binaries, and the plan package."""

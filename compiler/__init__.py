@@ -1,0 +1,1 @@
+"""The compiler: vocabulary, importers, the driver and the command line."""

@@ -1,0 +1,1 @@
+"""ONNX files as Graphs; the only package that knows onnx."""

@@ -1,0 +1,71 @@
+"""layer_norm: layer normalisation over the whole row, with an optional int8 output.
+
+    y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias
+
+Shapes: x [M, W]; weight and bias [W]; `y` float32 [M, W]; `y_q8` the same quantised
+(ops/quantize.py); either output may be absent. Source: ONNX LayerNormalization (axis=-1);
+com.microsoft SkipLayerNormalization.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from atsc.compiler.ir import DType, TensorType
+from atsc.compiler.ops import REQUIRED, Attrs, Cost, OpDef, Operand, RoundState, Sample
+from atsc.compiler.ops.linear import random_float_weight
+from atsc.compiler.ops.quantize import quantize_rows
+from atsc.compiler.weights import dequantize
+
+
+def _infer(attrs: Attrs, inputs: Sequence[Operand]) -> tuple[TensorType, ...]:
+    x = inputs[0]
+    assert isinstance(x, TensorType)
+    return TensorType(DType.F32, x.shape), TensorType(DType.Q8, x.shape)
+
+
+def _reference(attrs: Attrs, inputs: Sequence[Any], state: RoundState) -> tuple[Any, ...]:
+    x, weight, bias = [*inputs, None][:3]
+    wide = x.astype(np.float64)
+    centred = wide - wide.mean(axis=-1, keepdims=True)
+    y = centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + float(attrs["eps"]))
+    y = y * dequantize(weight)
+    if bias is not None:
+        y = y + dequantize(bias)
+    y = y.astype(np.float32)
+    return y, quantize_rows(y)
+
+
+def _cost(attrs: Attrs, inputs: Sequence[Operand], rows: int, context: int) -> Cost:
+    x = inputs[0]
+    assert isinstance(x, TensorType)
+    elements = rows * int(x.shape[-1])
+    return Cost(7 * elements, 4 * elements, 4 * elements)
+
+
+def _samples() -> Iterator[Sample]:
+    rng = np.random.default_rng(0)
+    for rows, width in ((1, 576), (5, 100), (17, 256)):
+        x = rng.standard_normal((rows, width), np.float32) + 3
+        weight = random_float_weight(rng, (width,), DType.F32, "w")
+        bias = random_float_weight(rng, (width,), DType.F32, "b")
+        yield Sample({"eps": 1e-5}, (x, weight, bias))
+        yield Sample({"eps": 1e-6}, (x, weight))
+
+
+OPS = (
+    OpDef(
+        name="layer_norm",
+        inputs=("x", "weight", "bias?"),
+        outputs=("y", "y_q8"),
+        attrs={"eps": REQUIRED},
+        infer=_infer,
+        reference=_reference,
+        cost=_cost,
+        samples=_samples,
+        templates=("layer_norm",),
+    ),
+)

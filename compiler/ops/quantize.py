@@ -1,0 +1,89 @@
+"""quantize: float activations to int8 in blocks of 32, as accuracy level 4 wants them.
+
+    scale = max|x| / 127 over each block of 32 along the last axis;  code = round(x / scale)
+
+Shapes: x [M, K] -> Q8 [M, K], the last block padded with zeros. Rounding is to nearest, ties to
+even. A block of zeros has scale 0. Source: DESIGN "Numbers"; com.microsoft MatMulNBits leaves the
+quantisation of accuracy_level 4 to the implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atsc.compiler.ir import DType, TensorType
+from atsc.compiler.ops import Attrs, Cost, OpDef, Operand, RoundState, Sample
+
+BLOCK = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Q8Array:
+    """A Q8 value: `codes` int8 [M, blocks, 32], `scales` float32 [M, blocks], `width` K."""
+
+    codes: NDArray[np.int8]
+    scales: NDArray[np.float32]
+    width: int
+
+    def dequantize(self) -> NDArray[np.float32]:
+        """The floats that the codes stand for, [M, K]."""
+        values = self.codes.astype(np.float32) * self.scales[..., None]
+        flat: NDArray[np.float32] = values.reshape(len(self.codes), -1)[:, : self.width]
+        return flat
+
+
+def quantize_rows(x: NDArray[np.float32]) -> Q8Array:
+    """Quantise float32 [M, K]."""
+    rows, width = x.shape
+    blocks = -(-width // BLOCK)
+    padded = np.zeros((rows, blocks * BLOCK), np.float32)
+    padded[:, :width] = x
+    grouped = padded.reshape(rows, blocks, BLOCK)
+    largest = np.abs(grouped).max(axis=-1)
+    inverse = np.where(largest > 0, np.float32(127) / np.where(largest > 0, largest, 1), 0)
+    codes = np.rint(grouped * inverse[..., None].astype(np.float32)).astype(np.int8)
+    return Q8Array(codes, (largest / np.float32(127)).astype(np.float32), width)
+
+
+def _infer(attrs: Attrs, inputs: Sequence[Operand]) -> tuple[TensorType, ...]:
+    (x,) = inputs
+    assert isinstance(x, TensorType)
+    return (TensorType(DType.Q8, x.shape),)
+
+
+def _reference(attrs: Attrs, inputs: Sequence[Any], state: RoundState) -> tuple[Any, ...]:
+    return (quantize_rows(inputs[0]),)
+
+
+def _cost(attrs: Attrs, inputs: Sequence[Operand], rows: int, context: int) -> Cost:
+    (x,) = inputs
+    assert isinstance(x, TensorType)
+    elements = rows * int(x.shape[-1])
+    return Cost(3 * elements, 4 * elements, elements * 40 // 32)
+
+
+def _samples() -> Iterator[Sample]:
+    rng = np.random.default_rng(0)
+    for rows, width in ((1, 576), (3, 100), (64, 1536)):
+        yield Sample({}, (rng.standard_normal((rows, width), np.float32),), tolerance=1e-6)
+    yield Sample({}, (np.zeros((2, 64), np.float32),), tolerance=0)
+
+
+OPS = (
+    OpDef(
+        name="quantize",
+        inputs=("x",),
+        outputs=("y",),
+        attrs={},
+        infer=_infer,
+        reference=_reference,
+        cost=_cost,
+        samples=_samples,
+        templates=("quantize",),
+    ),
+)

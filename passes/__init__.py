@@ -1,0 +1,1 @@
+"""Graph rewrites, and analyses that return their own type."""
