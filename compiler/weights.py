@@ -24,10 +24,10 @@ def read_f32(source: ArraySource) -> F32Array:
 
 def unpack_codes(codes: NDArray[np.generic], bits: int) -> NDArray[np.uint8]:
     """uint8 [N, blocks, block_size * bits / 8] -> uint8 [N, blocks, block_size], 0..2**bits - 1."""
-    codes = np.asarray(codes, np.uint8)
+    packed: NDArray[np.uint8] = np.asarray(codes, np.uint8)
     if bits == 8:
-        return codes
-    pairs = np.stack([codes & 15, codes >> 4], axis=-1)
+        return packed
+    pairs = np.stack([packed & 15, packed >> 4], axis=-1)
     return pairs.reshape(*codes.shape[:-1], codes.shape[-1] * 2)
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from atsc.compiler.errors import ModelError
 from atsc.compiler.ir import AttrValue, Node, TensorType, Weight
 
-Attrs = Mapping[str, AttrValue]
+Attrs = Mapping[str, Any]
 Operand = TensorType | Weight | None
 """What `infer` and `cost` see of an input: a value's type, a weight, or nothing."""
 
@@ -89,8 +89,14 @@ class OpDef:
     samples: Callable[[], Iterator[Sample]]
     templates: tuple[str, ...]
     """Stems of the CPU templates, without the ISA suffix; the first serves few rows."""
+    matrix_slot: str = ""
+    """The slot whose weight takes three kernel pointers (codes or data, scales, zeros)."""
+    replicable: bool = False
+    """Cheap and row-wise: in a round of few rows every thread may compute it for itself."""
+    aligned_slots: tuple[str, ...] = ()
+    """Inputs that are read only at the items of the domain that are being computed."""
 
-    def complete(self, attrs: Attrs) -> dict[str, AttrValue]:
+    def complete(self, attrs: Attrs) -> dict[str, Any]:
         """`attrs` with defaults filled in.
 
         Raises:
@@ -103,7 +109,7 @@ class OpDef:
         missing = [key for key, value in full.items() if isinstance(value, Required)]
         if missing:
             raise ModelError(f"operator {self.name} needs attribute {', '.join(missing)}")
-        return full  # type: ignore[return-value]
+        return full
 
     def slot(self, node: Node, slot_name: str) -> str:
         """The name that `node` has in a slot; empty if it is absent."""

@@ -43,7 +43,8 @@ def _normalise(x: F32Array, weight: Any, eps: float) -> F32Array:
         return x
     wide = x.astype(np.float64)
     rms = np.sqrt((wide**2).mean(axis=-1, keepdims=True) + eps)
-    return (wide / rms * dequantize(weight)).astype(np.float32)
+    y: F32Array = (wide / rms * dequantize(weight)).astype(np.float32)
+    return y
 
 
 def _reference(attrs: Attrs, inputs: Sequence[Any], state: RoundState) -> tuple[Any, ...]:

@@ -60,5 +60,6 @@ OPS = (
         cost=_cost,
         samples=_samples,
         templates=("embed",),
+        matrix_slot="table",
     ),
 )

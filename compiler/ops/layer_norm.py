@@ -67,5 +67,6 @@ OPS = (
         cost=_cost,
         samples=_samples,
         templates=("layer_norm",),
+        replicable=True,
     ),
 )

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from atsc.compiler.ir import (
     ArraySource,
@@ -92,11 +93,11 @@ def random_float_weight(
 ) -> Weight:
     """A random float weight; for tests and samples."""
     values = rng.standard_normal(shape, np.float32)
-    array = {
-        DType.F32: lambda: values,
-        DType.F16: lambda: values.astype(np.float16),
-        DType.BF16: lambda: (values.view(np.uint32) >> 16).astype(np.uint16),
-    }[dtype]()
+    array: NDArray[np.generic] = values
+    if dtype is DType.F16:
+        array = values.astype(np.float16)
+    elif dtype is DType.BF16:
+        array = (values.view(np.uint32) >> 16).astype(np.uint16)
     return Weight(name, shape, FloatFormat(dtype), {"data": ArraySource.of(array, dtype)})
 
 
@@ -127,11 +128,11 @@ def _samples() -> Iterator[Sample]:
     weight = random_block_weight(rng, (72, 96), BlockFormat(4, 32, False))
     bias = random_float_weight(rng, (72,), DType.F32, "b")
     for rows in (1, 7, 40):
-        x = quantize_rows(rng.standard_normal((rows, 96), np.float32))
+        codes = quantize_rows(rng.standard_normal((rows, 96), np.float32))
         gate, residual = rng.standard_normal((2, rows, 72), np.float32)
         for activation in KINDS:
-            yield Sample({"activation": activation}, (x, weight, bias, gate, residual))
-            yield Sample({"activation": activation}, (x, weight, bias, None, None))
+            yield Sample({"activation": activation}, (codes, weight, bias, gate, residual))
+            yield Sample({"activation": activation}, (codes, weight, bias, None, None))
 
 
 OPS = (
@@ -145,5 +146,7 @@ OPS = (
         cost=_cost,
         samples=_samples,
         templates=("linear_gemv", "linear_gemm"),
+        matrix_slot="weight",
+        aligned_slots=("gate",),
     ),
 )

@@ -85,5 +85,6 @@ OPS = (
         cost=_cost,
         samples=_samples,
         templates=("quantize",),
+        replicable=True,
     ),
 )

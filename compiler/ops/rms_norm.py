@@ -66,5 +66,6 @@ OPS = (
         cost=_cost,
         samples=_samples,
         templates=("rms_norm",),
+        replicable=True,
     ),
 )

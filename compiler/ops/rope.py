@@ -48,7 +48,9 @@ def _reference(attrs: Attrs, inputs: Sequence[Any], state: RoundState) -> tuple[
     x, cos, sin = inputs
     angles = slice(state.position, state.position + len(x))
     heads = x.reshape(len(x), -1, int(attrs["head_size"]))
-    turned = rotate(heads, dequantize(cos)[angles], dequantize(sin)[angles], bool(attrs["interleaved"]))
+    turned = rotate(
+        heads, dequantize(cos)[angles], dequantize(sin)[angles], bool(attrs["interleaved"])
+    )
     return (turned.reshape(x.shape),)
 
 
