@@ -26,10 +26,10 @@ def platform_name() -> str:
     return f"{sys.platform}-{platform.machine().lower()}"
 
 
-def cpu_flags() -> frozenset[str]:
+def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
     """The feature flags that the kernel reports for the first CPU; empty where it reports none."""
     try:
-        with CPUINFO.open(encoding="utf-8", errors="replace") as lines:
+        with cpuinfo.open(encoding="utf-8", errors="replace") as lines:
             for line in lines:
                 if line.startswith("flags"):
                     return frozenset(line.partition(":")[2].split())
