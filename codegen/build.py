@@ -1,0 +1,93 @@
+"""From a graph to kernels, and from kernels and tables to libplan.so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from atsc.codegen.cpu import Kernel, Operand, kernels_of, translation_units
+from atsc.codegen.layout import StoredWeight
+from atsc.codegen.storage import Storage
+from atsc.codegen.tables import NodeKernels
+from atsc.codegen.toolchain import RUNTIME_SOURCES, Unit, compile_units, link_library
+from atsc.compiler.ir import Graph, Node
+from atsc.compiler.ops import op_of
+
+Progress = Callable[[str, int, int], None]
+RUNTIME_FLAGS = ("-march=x86-64", "-mtune=generic")
+VERSION_SCRIPT = RUNTIME_SOURCES / "exports.map"
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """The kernels of every node, in execution order, and the objects that hold them."""
+
+    of_nodes: tuple[NodeKernels, ...]
+    objects: tuple[Path, ...]
+
+    def kernels(self) -> list[Kernel]:
+        """Each kernel once, in a stable order."""
+        return _distinct(self.of_nodes)
+
+    def identity(self) -> str:
+        """A text that changes whenever a kernel does: object names are hashes of their content."""
+        return json.dumps([*(k.symbol for k in self.kernels()), *(o.name for o in self.objects)])
+
+
+def generate(graph: Graph, storage: Storage, progress: Progress | None = None) -> Generated:
+    """Choose, render and compile the kernels of all nodes, and the runtime.
+
+    Raises:
+        CodegenError: a template or the compiler fails.
+    """
+    stored = {weight.weight.name: weight for unit in storage.units for weight, _ in unit.weights}
+    of_nodes = tuple(_kernels_of_node(graph, node, stored) for node in graph.nodes)
+    units = [*translation_units(_distinct(of_nodes)), *_runtime_units()]
+
+    def compiled(done: int, total: int) -> None:
+        if progress:
+            progress("compiling kernels", done, total)
+
+    return Generated(of_nodes, tuple(compile_units(units, compiled)))
+
+
+def build_library(generated: Generated, tables: str, output: Path) -> Path:
+    """Compile the tables and link everything into a shared library at `output`.
+
+    Raises:
+        CodegenError: the compiler or the linker fails.
+    """
+    objects = compile_units([Unit("tables", tables, RUNTIME_FLAGS)])
+    link_library(
+        [*generated.objects, *objects], output, (f"-Wl,--version-script={VERSION_SCRIPT}",)
+    )
+    return output
+
+
+def _runtime_units() -> list[Unit]:
+    return [
+        Unit(f"runtime_{path.stem}", path.read_text("utf-8"), RUNTIME_FLAGS)
+        for path in sorted(RUNTIME_SOURCES.glob("*.cc"))
+    ]
+
+
+def _kernels_of_node(graph: Graph, node: Node, stored: dict[str, StoredWeight]) -> NodeKernels:
+    op = op_of(node)
+    operands: list[Operand] = [
+        stored[name] if name in stored else graph.values[name] if name else None
+        for name in node.inputs
+    ]
+    wanted = [bool(name) for name in node.outputs]
+    outputs = [*wanted, *[False] * (len(op.outputs) - len(wanted))]
+    few, many = (
+        kernels_of(op, node.attrs, operands, outputs, few_rows) for few_rows in (True, False)
+    )
+    return NodeKernels(few, many)
+
+
+def _distinct(of_nodes: tuple[NodeKernels, ...]) -> list[Kernel]:
+    levels = [level for node in of_nodes for level in (node.few_rows, node.many_rows)]
+    found = {kernel.symbol: kernel for level in levels for kernel in level.values()}
+    return [found[symbol] for symbol in sorted(found)]

@@ -1,0 +1,76 @@
+"""Where every weight part lies in weights.bin: units in execution order, parts within units."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from atsc.codegen.layout import (
+    PART_ALIGNMENT,
+    UNIT_ALIGNMENT,
+    StoredWeight,
+    align,
+    is_tiled_by,
+    store,
+)
+from atsc.compiler.ir import Graph
+from atsc.compiler.ops import op_of
+from atsc.passes.partition import Unit
+
+
+@dataclass(frozen=True, slots=True)
+class StoredUnit:
+    """One 4096-aligned range of weights.bin."""
+
+    name: str
+    nodes: tuple[str, ...]
+    offset: int
+    bytes: int
+    weights: tuple[tuple[StoredWeight, int], ...]
+    """Each weight with the offset in weights.bin of its first part; parts follow one another, each
+    at the next multiple of 64."""
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """The whole of weights.bin."""
+
+    units: tuple[StoredUnit, ...]
+    part_offsets: Mapping[str, tuple[int, ...]]
+    """Weight name -> offset in weights.bin of each part."""
+    num_bytes: int
+
+
+def store_weights(graph: Graph) -> dict[str, StoredWeight]:
+    """Decide how each weight is stored, by how it is read."""
+    matrices, in_linear = set(), set()
+    for node in graph.nodes:
+        op = op_of(node)
+        if op.matrix_slot:
+            matrices.add(op.slot(node, op.matrix_slot))
+        if node.op == "linear":
+            in_linear.add(node.inputs[1])
+    return {
+        name: store(weight, name in matrices and is_tiled_by(weight, name in in_linear))
+        for name, weight in graph.weights.items()
+    }
+
+
+def lay_out(graph: Graph, units: Sequence[Unit], stored: Mapping[str, StoredWeight]) -> Storage:
+    """Assign offsets."""
+    laid: list[StoredUnit] = []
+    part_offsets: dict[str, tuple[int, ...]] = {}
+    end = 0
+    for unit in units:
+        begin = end = align(end, UNIT_ALIGNMENT)
+        placed = []
+        for name in unit.weights:
+            placed.append((stored[name], end))
+            offsets = []
+            for part in stored[name].parts:
+                offsets.append(end)
+                end += align(part.num_bytes, PART_ALIGNMENT)
+            part_offsets[name] = tuple(offsets)
+        names = tuple(graph.nodes[index].name for index in unit.nodes)
+        laid.append(StoredUnit(unit.name, names, begin, end - begin, tuple(placed)))
+    return Storage(tuple(laid), part_offsets, end)
