@@ -7,6 +7,7 @@ Hashes find damage; against an attacker, pin plan.json itself with `expected_sha
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import stat
@@ -119,6 +120,12 @@ class Manifest:
     schema: int = SCHEMA
 
 
+def identify(manifest: Manifest) -> str:
+    """The plan id that a manifest's content gives: all but its files and measured speed."""
+    content = dataclasses.replace(manifest, plan_id="", files={}, measured={})
+    return hashlib.sha256(encode_manifest(content)).hexdigest()[:32]
+
+
 def save(manifest: Manifest, directory: Path) -> None:
     """Write plan.json into a folder."""
     (directory / MANIFEST).write_bytes(encode_manifest(manifest))
@@ -160,14 +167,14 @@ def check(
         )
     manifest = _parse(text, directory)
     _check_machine(manifest, directory)
-    _check_content(manifest, directory)
+    check_content(manifest, directory)
     for name in manifest.files:
         if name != manifest.weights:
             read_file(directory, manifest, name)
         else:
             _open(directory, manifest, name).close()
     if full:
-        _check_weights(manifest, directory, progress)
+        check_weights(manifest, directory, progress)
     return manifest
 
 
@@ -233,8 +240,12 @@ def _check_machine(manifest: Manifest, directory: Path) -> None:
         )
 
 
-def _check_content(manifest: Manifest, directory: Path) -> None:
-    """What the fields say of each other; paths; unit ranges."""
+def check_content(manifest: Manifest, directory: Path) -> None:
+    """Whether the fields agree with each other: paths, hashes, unit ranges.
+
+    Raises:
+        PlanError: what does not.
+    """
     path = directory / MANIFEST
     for name, file in manifest.files.items():
         _check_relative(name, path)
@@ -286,8 +297,12 @@ def _open(directory: Path, manifest: Manifest, name: str) -> BinaryIO:
     raise _damaged(path, f"{state}: {found.st_size} bytes instead of {expected}")
 
 
-def _check_weights(manifest: Manifest, directory: Path, progress: Progress | None) -> None:
-    """Read weights.bin once, in order: crc32 of every unit, sha256 of everything between too."""
+def check_weights(manifest: Manifest, directory: Path, progress: Progress | None = None) -> None:
+    """Compare weights.bin with the crc32 of every unit and its own sha256, reading it once.
+
+    Raises:
+        PlanError: which unit is damaged, or what else is wrong with the file.
+    """
     path = directory / manifest.weights
     total = manifest.files[manifest.weights].bytes
     whole = hashlib.sha256()
