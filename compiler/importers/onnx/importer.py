@@ -1,0 +1,191 @@
+"""import_onnx: an ONNX decoder as the ONNX Runtime GenAI model builder writes it, as a Graph.
+
+The batch dimension is dropped (batch 1); past and present disappear, since attention owns its
+cache; attention_mask and position_ids fold away once what is computed from them is proved to be the
+lengths and positions of a contiguous sequence (operands.Affine).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import onnx_ir
+
+from atsc.compiler.errors import ModelError
+from atsc.compiler.importers.onnx import (
+    attention_rules,
+    matrix_rules,
+    norm_rules,
+    pointwise_rules,
+    shape_rules,
+)
+from atsc.compiler.importers.onnx.lowering import Lowering, Rule, lower_node
+from atsc.compiler.importers.onnx.model_file import open_model, read_json
+from atsc.compiler.importers.onnx.operands import INTEGERS, Constant, Ints, Rows, Symbol, Unknown
+from atsc.compiler.invariants import check_graph, infer_values
+from atsc.compiler.ir import TOKENS, DType, Graph, ModelInfo, TensorType, Value
+
+_RULES: Mapping[tuple[str, str], Rule] = {
+    (rule.domain, rule.op_type): rule
+    for module in (
+        attention_rules,
+        matrix_rules,
+        norm_rules,
+        pointwise_rules,
+        shape_rules,
+    )
+    for rule in module.RULES
+}
+_MAX_INTS = 64
+"""Integer constants up to this size are followed as sizes and indices."""
+
+
+def import_onnx(path: Path, *, accuracy_level: int | None = None) -> Graph:
+    """Read a decoder-only model from an .onnx file or a model folder; weights stay on disk.
+
+    Args:
+        path: the file, or a folder whose genai_config.json names it.
+        accuracy_level: overrides the attribute of every MatMulNBits.
+
+    Raises:
+        ModelError: the model is damaged, or holds something that is not supported; all such nodes
+            are named in one message.
+    """
+    file = open_model(path)
+    lowering = Lowering(file, accuracy_level)
+    graph = file.model.graph
+    _bind_inputs(lowering, graph)
+    for initializer in graph.initializers.values():
+        if initializer.const_value is None:
+            raise ModelError(f"{file.path}: initializer {initializer.name} has no data")
+        _bind_tensor(lowering, initializer.name or "", initializer.const_value)
+    graph.sort()
+    for node in graph:
+        if node.op_type == "Constant" and not node.domain:
+            _bind_constant(lowering, node)
+        else:
+            lower_node(lowering, node, _RULES.get((node.domain, node.op_type)))
+    lowering.raise_problems()
+    return _finish(lowering, graph)
+
+
+def _bind_inputs(lowering: Lowering, graph: onnx_ir.Graph) -> None:
+    names = {
+        name: kind
+        for kind, key in (
+            ("ids", "input_ids"),
+            ("mask", "attention_mask"),
+            ("positions", "position_ids"),
+        )
+        for name in (key, lowering.file.config.get("decoder", {}).get("inputs", {}).get(key))
+    }
+    for value in graph.inputs:
+        name, shape = value.name or "", value.shape
+        if name in graph.initializers:
+            continue
+        kind = names.get(name)
+        if kind is None and shape is not None and len(shape) == 4:
+            kind = "past"
+        rank = 4 if kind == "past" else 2
+        if kind is None or shape is None or len(shape) != rank:
+            shown = "no shape" if shape is None else f"shape {shape}"
+            lowering.report(name, "input of the model", f"an input with {shown} and this name")
+            kind = "unsupported"
+        elif kind == "ids":
+            name = "input_ids"
+        lowering.bind(value.name or "", Symbol(kind, name))
+
+
+def _bind_constant(lowering: Lowering, node: onnx_ir.Node) -> None:
+    """A Constant node; every way to spell its value becomes a tensor."""
+    output = node.outputs[0].name or ""
+    if len(node.attributes) == 1:
+        (attr,) = node.attributes.values()
+        if attr.name == "value":
+            _bind_tensor(lowering, output, attr.value)
+            return
+        if attr.name in ("value_int", "value_ints", "value_float", "value_floats"):
+            _bind_tensor(lowering, output, onnx_ir.tensor(attr.value, name=output))
+            return
+    lowering.report(node.name or output, "Constant (ai.onnx)", "a value that is no number")
+
+
+def _bind_tensor(lowering: Lowering, name: str, tensor: onnx_ir.TensorProtocol) -> None:
+    shape = tuple(tensor.shape.numpy())
+    try:
+        source = lowering.file.source(tensor)
+    except ModelError as error:
+        lowering.report(name, "tensor", str(error))
+        lowering.bind(name, Unknown())
+        return
+    if tensor.dtype in INTEGERS and tensor.size <= _MAX_INTS:
+        lowering.bind(name, Ints.of(source.read()))
+    else:
+        lowering.bind(name, Constant(name, shape, tensor.dtype, source))
+
+
+def _finish(lowering: Lowering, graph: onnx_ir.Graph) -> Graph:
+    """The Graph of what was lowered, checked."""
+    path = lowering.file.path
+    logits = _logits(lowering, graph)
+    ids = Value("input_ids", TensorType(DType.I32, (TOKENS,)))
+    nodes = tuple(lowering.nodes)
+    values = infer_values((ids,), nodes, lowering.weights)
+    read = {name for node in nodes for name in node.inputs}
+    result = Graph(
+        info=_model_info(lowering, logits.width),
+        inputs=(ids,),
+        outputs=(Value(logits.name, values[logits.name]),),
+        nodes=nodes,
+        values=values,
+        weights={name: w for name, w in lowering.weights.items() if name in read},
+    )
+    if "input_ids" not in read:
+        raise ModelError(f"{path}: the model does not read input_ids")
+    check_graph(result)
+    return result
+
+
+def _logits(lowering: Lowering, graph: onnx_ir.Graph) -> Rows:
+    path = lowering.file.path
+    found: list[Rows] = []
+    for output in graph.outputs:
+        operand = lowering.operands.get(output.name or "")
+        if isinstance(operand, Rows) and not operand.group:
+            found.append(operand)
+        elif not (isinstance(operand, Symbol) and operand.kind == "present"):
+            raise ModelError(f"{path}: output {output.name} is neither logits nor a KV cache")
+    if len(found) != 1:
+        names = ", ".join(rows.name for rows in found) or "none"
+        raise ModelError(f"{path}: expected logits as the one output beside the caches: {names}")
+    return found[0]
+
+
+def _model_info(lowering: Lowering, vocab_size: int) -> ModelInfo:
+    """What the configuration files beside the model say, with what the graph says as fallback."""
+    file, config = lowering.file, dict(lowering.file.config)
+    folder = file.path.parent
+    for name in ("generation_config.json", "config.json"):
+        for key, value in read_json(folder / name).items():
+            config.setdefault(key, value)
+    length = config.get("context_length") or config.get("max_position_embeddings")
+    lengths = [*([int(length)] if length else []), *lowering.rope_rows]
+    if not lengths:
+        raise ModelError(
+            f"{file.path}: cannot tell the context length: "
+            "put a genai_config.json or config.json beside the model"
+        )
+    eos = config.get("eos_token_id")
+    eos_ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    bos = config.get("bos_token_id")
+    sources = [file.path, *sorted(file.data_files())]
+    return ModelInfo(
+        name=folder.resolve().name if file.path.stem == "model" else file.path.stem,
+        vocab_size=vocab_size,
+        context_length=min(lengths),
+        bos_token_id=bos if isinstance(bos, int) else None,
+        eos_token_ids=tuple(int(i) for i in eos_ids),
+        source_files=tuple(map(str, sources)),
+        companion_files=tuple(map(str, file.companions)),
+    )

@@ -1,0 +1,233 @@
+"""MatMul, Gemm, MatMulNBits, Gather and GatherBlockQuantized: the operators that read big weights.
+
+Sources: ONNX MatMul, Gemm, Gather; com.microsoft MatMulNBits and GatherBlockQuantized. What the
+latter two leave open was found by running onnxruntime 1.32: uint8 data without zero points means 8
+(4 bits) or 128 (8 bits) in both, int4 and uint4 data without zero points means 0.
+"""
+
+from __future__ import annotations
+
+import onnx_ir
+
+from atsc.compiler.errors import ModelError
+from atsc.compiler.importers.onnx.lowering import Attr, Lowering, OnnxNode, Rule
+from atsc.compiler.importers.onnx.operands import Constant, Rows, Symbol, reshape, transpose
+from atsc.compiler.importers.onnx.weights import (
+    all_equal,
+    block_weight,
+    byte_codes,
+    float_part,
+    nibble_codes,
+    unpacked_nibbles,
+)
+from atsc.compiler.ir import ArraySource, Weight
+
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+
+
+def _emit_linear(
+    lowering: Lowering,
+    node: OnnxNode,
+    x: Rows,
+    weight: str,
+    bias: Constant | None,
+    accuracy_level: int | None = None,
+) -> None:
+    outputs, width = lowering.weights[weight].shape
+    if x.width != width:
+        raise ModelError(f"{weight} has {width} inputs, the activations have {x.width}")
+    bias_name = "" if bias is None else lowering.vector(bias, outputs)
+    level = {} if accuracy_level is None else {"accuracy_level": accuracy_level}
+    lowering.emit("linear", node.name, (x.name, weight, bias_name), node.output(), **level)
+    lowering.bind(node.output(), Rows(node.output(), outputs))
+
+
+def _matmul(lowering: Lowering, node: OnnxNode) -> None:
+    x, weight = node.rows(0), node.constant(1)
+    if len(weight.shape) == 3 and weight.shape[0] == 1 and not weight.transposed:
+        weight = reshape(weight, weight.shape[1:])
+    if len(weight.shape) != 2:
+        raise ModelError(f"{weight.root} has shape {list(weight.shape)}, expected a matrix")
+    _emit_linear(lowering, node, x, lowering.matrix(transpose(weight)), None)
+
+
+def _gemm(lowering: Lowering, node: OnnxNode) -> None:
+    x, weight, bias = node.rows(0), node.constant(1), node.optional_constant(2)
+    weight = weight if node.attrs["transB"] else transpose(weight)
+    _emit_linear(lowering, node, x, lowering.matrix(weight), bias)
+
+
+def _zero_points(
+    constant: Constant | None, bits: int, shape: tuple[int, int]
+) -> ArraySource | None:
+    """Zero points of uint8 data as the canonical part: unpacked, or float."""
+    if constant is None:
+        return None
+    if constant.is_float:
+        return float_part(constant, shape)
+    rows, blocks = shape
+    packed = (rows, (blocks + 1) // 2)
+    if bits == 8 or (constant.shape == shape and shape != packed):
+        return byte_codes(constant, shape)
+    return unpacked_nibbles(byte_codes(constant, packed), shape)
+
+
+def _uint8_weight(
+    lowering: Lowering,
+    shape: tuple[int, int],
+    bits: int,
+    block_size: int,
+    parts: tuple[Constant, Constant, Constant | None],
+) -> str:
+    """The weight of uint8 codes, scales and zero points, one for all nodes that read them."""
+    codes, scales, points = parts
+    rows, width = shape
+    blocks = -(-width // block_size)
+
+    def make(name: str) -> Weight:
+        return block_weight(
+            name,
+            shape,
+            bits,
+            block_size,
+            byte_codes(codes, (rows, blocks, block_size * bits // 8)),
+            float_part(scales, (rows, blocks)),
+            _zero_points(points, bits, (rows, blocks)),
+        )
+
+    roots = (codes.root, scales.root, None if points is None else points.root)
+    return lowering.weight(("blocks", *roots, bits, block_size, shape), codes.root, make)
+
+
+def _matmul_nbits(lowering: Lowering, node: OnnxNode) -> None:
+    shape = node.attrs["N"], node.attrs["K"]
+    if None in shape or min(shape) <= 0:
+        raise ModelError("attributes N and K must be positive")
+    points = None if node.input(3) is None else node.constant(3, floats=False)
+    parts = node.constant(1, floats=False), node.constant(2), points
+    level = node.attrs["accuracy_level"]
+    if lowering.accuracy_level is not None:
+        level = lowering.accuracy_level
+    weight = _uint8_weight(lowering, shape, node.attrs["bits"], node.attrs["block_size"], parts)
+    _emit_linear(lowering, node, node.rows(0), weight, node.optional_constant(5), level)
+
+
+def _token_ids(node: OnnxNode, index: int) -> str:
+    operand = node.input(index)
+    if not isinstance(operand, Symbol) or operand.kind != "ids":
+        raise ModelError(f"input {index} is not the model's input_ids")
+    return operand.name
+
+
+def gather_rows(lowering: Lowering, node: OnnxNode) -> None:
+    """Gather on a float table by token id; shape_rules hands the other uses of Gather apart."""
+    if node.attrs["axis"] != 0:
+        raise ModelError(f"attribute axis is {node.attrs['axis']}, supported for tables: 0")
+    table = lowering.matrix(node.constant(0))
+    _emit_embed(lowering, node, table, _token_ids(node, 1))
+
+
+def _emit_embed(lowering: Lowering, node: OnnxNode, table: str, ids: str) -> None:
+    lowering.emit("embed", node.name, (ids, table), node.output())
+    lowering.bind(node.output(), Rows(node.output(), lowering.weights[table].shape[1]))
+
+
+def _gather_blocks(lowering: Lowering, node: OnnxNode) -> None:
+    data, ids = node.constant(0, floats=False), _token_ids(node, 1)
+    scales = node.constant(2)
+    points = None if node.input(3) is None else node.constant(3, floats=False)
+    bits, block_size = node.attrs["bits"], node.attrs["block_size"]
+    if len(data.shape) != 2:
+        raise ModelError(f"{data.root} has shape {list(data.shape)}, expected a matrix")
+    rows, width = data.shape
+    if data.elements is onnx_ir.DataType.UINT8:
+        shape = rows, width * 8 // bits
+        if shape[1] % block_size:
+            raise ModelError(f"{shape[1]} columns are no multiple of block_size {block_size}")
+        table = _uint8_weight(lowering, shape, bits, block_size, (data, scales, points))
+    else:
+        table = _nibble_weight(lowering, data, scales, points, block_size)
+    _emit_embed(lowering, node, table, ids)
+
+
+def _nibble_weight(
+    lowering: Lowering, data: Constant, scales: Constant, points: Constant | None, block_size: int
+) -> str:
+    """A weight of int4 or uint4 elements, whose zero point is 0 where none is given."""
+    if data.elements not in (onnx_ir.DataType.INT4, onnx_ir.DataType.UINT4):
+        raise ModelError(f"{data.root} has elements of type {data.elements.name}")
+    signed = data.elements is onnx_ir.DataType.INT4
+    rows, width = data.shape
+    blocks = width // block_size
+    if width % block_size:
+        raise ModelError(f"{width} columns are no multiple of block_size {block_size}")
+    if points is not None and (points.elements != data.elements or points.shape != (rows, blocks)):
+        raise ModelError(
+            f"zero points {points.root} are {points.elements.name} {list(points.shape)}, "
+            f"expected {data.elements.name} [{rows}, {blocks}]"
+        )
+
+    def make(name: str) -> Weight:
+        zero: ArraySource | None = None
+        if points is not None:
+            zero = _nibble_points(points, (rows, blocks), 0x88 if signed else 0)
+        elif not signed:
+            zero = all_equal(0, (rows, blocks))
+        codes = nibble_codes(data, (rows, blocks, block_size // 2))
+        return block_weight(
+            name, (rows, width), 4, block_size, codes, float_part(scales, (rows, blocks)), zero
+        )
+
+    roots = (data.root, scales.root, None if points is None else points.root)
+    return lowering.weight(("nibbles", *roots, block_size), data.root, make)
+
+
+def _nibble_points(points: Constant, shape: tuple[int, int], flip: int) -> ArraySource:
+    """4-bit tensors are packed over their flat elements, not row by row."""
+    count = shape[0] * shape[1]
+    flat = unpacked_nibbles(points.source, (1, count), flip)
+    return ArraySource(flat.dtype, shape, lambda: flat.read().reshape(shape))
+
+
+_ACCURACY = Attr(0, (0, 1, 2, 3, 4))
+RULES = (
+    Rule("", "MatMul", _matmul, ("x", "weight")),
+    Rule(
+        "",
+        "Gemm",
+        _gemm,
+        ("x", "weight", "bias?"),
+        {
+            "alpha": Attr(1.0, (1.0,)),
+            "beta": Attr(1.0, (1.0,)),
+            "transA": Attr(0, (0,)),
+            "transB": Attr(0, (0, 1)),
+        },
+    ),
+    Rule(
+        "com.microsoft",
+        "MatMulNBits",
+        _matmul_nbits,
+        ("x", "weight", "scales", "zero_points?", "!g_idx", "bias?"),
+        {
+            "K": Attr(),
+            "N": Attr(),
+            "bits": Attr(4, (4, 8)),
+            "block_size": Attr(None, BLOCK_SIZES),
+            "accuracy_level": _ACCURACY,
+            "weight_prepacked": Attr(0, (0,)),
+        },
+    ),
+    Rule(
+        "com.microsoft",
+        "GatherBlockQuantized",
+        _gather_blocks,
+        ("data", "ids", "scales", "zero_points?"),
+        {
+            "bits": Attr(4, (4, 8)),
+            "block_size": Attr(128, BLOCK_SIZES),
+            "gather_axis": Attr(0, (0,)),
+            "quantize_axis": Attr(1, (1, -1)),
+        },
+    ),
+)
