@@ -48,7 +48,8 @@ class FileSet:
     def discard(self) -> None:
         """Remove what was not published."""
         for name in self._names:
-            self.path(name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self.path(name).unlink()
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ class Metadata:
     def __init__(self, source: str, fields: Mapping[str, Any]) -> None:
         self.source = source
         self._fields = fields
+        self._decoded: dict[str, Any] = {}
 
     def __contains__(self, key: str) -> bool:
         return key in self._fields
@@ -54,7 +55,7 @@ class Metadata:
 
     def is_set(self, key: str) -> bool:
         """Whether a key is there and neither 0, false nor empty."""
-        return key in self and bool(self._fields[key].contents())
+        return key in self and bool(self._contents(key))
 
     def _read(
         self, key: str, kind: type[T] | tuple[type[T], ...], described: str, default: T | None
@@ -77,7 +78,10 @@ class Metadata:
         raise ModelError(f"{self.source}: the key {key} should hold a list of {described}")
 
     def _contents(self, key: str) -> Any:
+        """A value, decoded once: vocabularies take a while."""
         try:
-            return self._fields[key].contents()
+            if key not in self._decoded:
+                self._decoded[key] = self._fields[key].contents()
+            return self._decoded[key]
         except UnicodeDecodeError as error:
             raise ModelError(f"{self.source}: the key {key} holds no valid UTF-8") from error

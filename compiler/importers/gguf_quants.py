@@ -6,7 +6,9 @@
     F32, F16, BF16              as they are
 
 d and m are fp16. Q4_1 zero points are float32, so that `float16(-d * zero_point)` is m again, bit
-for bit. A block with d = 0 holds m alone: it becomes scale m, codes 1, zero point 0.
+for bit. A block with d = 0 holds m alone: it becomes scale m, codes 1, zero point 0. Where a block
+spans its codes, as quantisers leave it, `(code - zero_point) * d` in float32 is within one ulp (of
+the block's largest magnitude) of `d q + m`; a block of middle codes alone may be up to five off.
 Source: block_q4_0, block_q4_1 and block_q8_0 of ggml; gguf-py's `dequantize` is the definition.
 """
 

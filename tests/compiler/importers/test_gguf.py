@@ -104,7 +104,7 @@ def sample(
 
 
 def expected_logits(model: Sample, ids: list[int]) -> np.ndarray:
-    """llama.cpp's definition in float64: RoPE turns neighbouring elements of the permuted q and k."""
+    """llama.cpp's definition in float64: RoPE turns neighbours in the permuted q and k."""
     weights = {
         name: values.astype(np.float64)
         if (kind := model.kinds[name]) is Q.F32
@@ -308,7 +308,7 @@ def test_an_unwritable_folder_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="absent.gguf: no such file"):
+    with pytest.raises(ModelError, match=r"absent\.gguf: no such file"):
         convert_gguf(tmp_path / "absent.gguf", tmp_path / "model.onnx")
 
 
