@@ -1,0 +1,153 @@
+// Linear layers with int4 or int8 weights and Q8 activations: AVX2, exact integer products.
+//
+// One register holds 8 rows x 4 k of a tile; the same 4 activations are broadcast to all rows.
+// int4: vpmaddubsw of codes 0..15 and activations -127..127. A lane of int16 adds 16 products, at
+//   most 16 * 15 * 127 = 30480, so that a whole slab of 32 K needs one vpmaddwd.
+// int8: vpmaddubsw of |code| <= 128 and activation * sign(code). Two products, at most
+//   2 * 128 * 127 = 32512, fit int16; sums go on in int32. (Codes taken as unsigned would reach
+//   2 * 255 * 127 and saturate.)
+// A slab then adds scale_w * scale_x * dot + offset_w * scaled_sum_x in float.
+#pragma once
+
+#include "linear.h"
+
+namespace atsc {
+
+// A tile's weights of one slab of 32 K: codes of k = 4 i .. 4 i + 3 in codes[i].
+template <class Layer>
+struct Q8Slab {
+  __m256i codes[8];
+  Terms terms[num_halves<Layer>()];
+};
+
+// One row's activations of a slab.
+struct Q8Row {
+  const int8_t* codes;
+  const float *scale, *scaled_sum;
+  const int32_t* sum;
+};
+
+static inline Q8Row q8_row(const Q8View& x, int64_t index) {
+  return {x.codes + index * kQ8Bytes, x.scales + index, x.scaled_sums + index, x.sums + index};
+}
+
+template <class Layer>
+constexpr int64_t slab_bytes() {
+  return Layer::kFormat == Format::int4 ? 128 : 256;
+}
+
+template <class Layer>
+static inline Q8Slab<Layer> load_slab(const Operands<Layer>& at, int64_t tile, int64_t slab) {
+  const auto* p = static_cast<const uint8_t*>(at.codes) +
+                  (tile * num_slabs<Layer>() + slab) * slab_bytes<Layer>();
+  Q8Slab<Layer> loaded;
+  if constexpr (Layer::kFormat == Format::int4) {
+    const __m256i low = _mm256_set1_epi8(15);
+#pragma GCC unroll 4
+    for (int g = 0; g < 4; ++g) {
+      const __m256i both = load_bytes(p + 32 * g);
+      loaded.codes[g] = _mm256_and_si256(both, low);
+      loaded.codes[g + 4] = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
+    }
+  } else {
+#pragma GCC unroll 8
+    for (int g = 0; g < 8; ++g) loaded.codes[g] = load_bytes(p + 32 * g);
+  }
+  for (int half = 0; half < num_halves<Layer>(); ++half) {
+    const int64_t block = slab * kQ8Block / Layer::kBlock + half;
+    loaded.terms[half] = load_terms<Layer, true>(at.scales, at.zeros, tile, block);
+  }
+  return loaded;
+}
+
+// codes[first .. first + count) against the activations that they belong to: int32 of 8 rows.
+template <class Layer, int kFirst, int kCount>
+static inline __m256i dot(const __m256i* codes, const int8_t* x) {
+  const __m256i ones = _mm256_set1_epi16(1);
+  __m256i sum = _mm256_setzero_si256();
+#pragma GCC unroll 8
+  for (int i = kFirst; i < kFirst + kCount; ++i) {
+    const __m256i four = broadcast4(x + 4 * i);
+    if constexpr (Layer::kFormat == Format::int4) {
+      const __m256i products = _mm256_maddubs_epi16(codes[i], four);
+      sum = i == kFirst ? products : _mm256_add_epi16(sum, products);
+    } else {
+      const __m256i size = _mm256_abs_epi8(codes[i]);
+      const __m256i products = _mm256_maddubs_epi16(size, _mm256_sign_epi8(four, codes[i]));
+      const __m256i wide = _mm256_madd_epi16(products, ones);
+      sum = i == kFirst ? wide : _mm256_add_epi32(sum, wide);
+    }
+  }
+  return Layer::kFormat == Format::int4 ? _mm256_madd_epi16(sum, ones) : sum;
+}
+
+// Sum of the first 16 of a row's 32 activations.
+static inline float first_half_sum(const int8_t* x) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x));
+  const __m128i raised = _mm_xor_si128(bytes, _mm_set1_epi8(-128));
+  const __m128i sums = _mm_sad_epu8(raised, _mm_setzero_si128());
+  return static_cast<float>(_mm_cvtsi128_si32(sums) + _mm_extract_epi16(sums, 4) - 16 * 128);
+}
+
+// y + the product of a slab and a row's activations.
+template <class Layer>
+static inline __m256 add_slab(const Q8Slab<Layer>& slab, const Q8Row& x, __m256 y) {
+  const __m256 scale = _mm256_broadcast_ss(x.scale);
+  if constexpr (num_halves<Layer>() == 1) {
+    const __m256 sum = _mm256_cvtepi32_ps(dot<Layer, 0, 8>(slab.codes, x.codes));
+    y = _mm256_fmadd_ps(slab.terms[0].scale, _mm256_mul_ps(scale, sum), y);
+    if constexpr (!has_offset<Layer, true>()) return y;
+    return _mm256_fmadd_ps(slab.terms[0].offset, _mm256_broadcast_ss(x.scaled_sum), y);
+  } else {
+    const __m256 low = _mm256_cvtepi32_ps(dot<Layer, 0, 4>(slab.codes, x.codes));
+    const __m256 high = _mm256_cvtepi32_ps(dot<Layer, 4, 4>(slab.codes, x.codes));
+    __m256 sum = _mm256_mul_ps(slab.terms[0].scale, low);
+    sum = _mm256_fmadd_ps(slab.terms[1].scale, high, sum);
+    if constexpr (has_offset<Layer, true>()) {
+      const float half = first_half_sum(x.codes);
+      const float rest = static_cast<float>(*x.sum) - half;
+      sum = _mm256_fmadd_ps(slab.terms[0].offset, _mm256_set1_ps(half), sum);
+      sum = _mm256_fmadd_ps(slab.terms[1].offset, _mm256_set1_ps(rest), sum);
+    }
+    return _mm256_fmadd_ps(scale, sum, y);
+  }
+}
+
+// One row: the tiles [begin, end).
+template <class Layer>
+static inline void q8_gemv(const Operands<Layer>& at, int64_t begin, int64_t end) {
+  const Q8View x = q8_view(at.x, 1, Layer::kInputs);
+  for (int64_t tile = begin; tile < end; ++tile) {
+    __m256 y = _mm256_setzero_ps();
+    for (int64_t slab = 0; slab < num_slabs<Layer>(); ++slab) {
+      y = add_slab<Layer>(load_slab<Layer>(at, tile, slab), q8_row(x, slab), y);
+    }
+    finish<Layer>(at, 0, tile, y);
+  }
+}
+
+// Some rows, at most kMostRows, of one tile: a slab is unpacked once for all of them.
+template <class Layer>
+static inline void q8_gemm_tile(const Operands<Layer>& at, int64_t tile, int64_t all, Rows rows) {
+  const Q8View x = q8_view(at.x, all, Layer::kInputs);
+  alignas(32) float y[kMostRows][kTileRows];
+  for (int64_t row = 0; row < rows.count; ++row) _mm256_store_ps(y[row], _mm256_setzero_ps());
+  for (int64_t slab = 0; slab < num_slabs<Layer>(); ++slab) {
+    const Q8Slab<Layer> loaded = load_slab<Layer>(at, tile, slab);
+    for (int64_t row = 0; row < rows.count; ++row) {
+      const Q8Row a = q8_row(x, slab * all + rows.first + row);
+      _mm256_store_ps(y[row], add_slab<Layer>(loaded, a, _mm256_load_ps(y[row])));
+    }
+  }
+  for (int64_t row = 0; row < rows.count; ++row) {
+    finish<Layer>(at, rows.first + row, tile, _mm256_load_ps(y[row]));
+  }
+}
+
+template <class Layer>
+static inline void q8_gemm(const Operands<Layer>& at, int64_t begin, int64_t end, int64_t all,
+                           Rows rows) {
+  for (int64_t tile = begin; tile < end; ++tile) q8_gemm_tile<Layer>(at, tile, all, rows);
+}
+
+}  // namespace atsc
