@@ -15,13 +15,14 @@ from atsc.codegen.layout import (
 )
 from atsc.compiler.ir import Graph
 from atsc.compiler.ops import op_of
-from atsc.passes.partition import Unit
+from atsc.passes.partition import Unit, UnitKind
 
 
 @dataclass(frozen=True, slots=True)
 class StoredUnit:
-    """One 4096-aligned range of weights.bin."""
+    """One 4096-aligned range of weights.bin; empty where the unit has no weights."""
 
+    kind: UnitKind
     name: str
     nodes: tuple[str, ...]
     offset: int
@@ -72,5 +73,5 @@ def lay_out(graph: Graph, units: Sequence[Unit], stored: Mapping[str, StoredWeig
                 end += align(part.num_bytes, PART_ALIGNMENT)
             part_offsets[name] = tuple(offsets)
         names = tuple(graph.nodes[index].name for index in unit.nodes)
-        laid.append(StoredUnit(unit.name, names, begin, end - begin, tuple(placed)))
+        laid.append(StoredUnit(unit.kind, unit.name, names, begin, end - begin, tuple(placed)))
     return Storage(tuple(laid), part_offsets, end)

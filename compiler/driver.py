@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 from atsc.codegen.build import Generated, build_library, generate
 from atsc.codegen.layout import align, value_bytes
 from atsc.codegen.package import PlanFolder, WeightsFile, check_output
-from atsc.codegen.storage import Storage, lay_out, store_weights
+from atsc.codegen.storage import Storage, StoredUnit, lay_out, store_weights
 from atsc.codegen.tables import Cache, TableInputs, tables_source
 from atsc.compiler import plan
 from atsc.compiler.errors import UsageError
@@ -201,7 +201,7 @@ def _caches(b: _Built) -> list[Cache]:
 def _package(b: _Built, output: Path, stages: _Stages) -> Path:
     info, storage, caches = b.graph.info, b.partition.storage, _caches(b)
     with PlanFolder(output) as folder:
-        weights = folder.write_weights(storage, info.source_files, stages.progress)
+        weights = folder.write_weights(storage.units, info.source_files, stages.progress)
         identity = hashlib.sha256(b.generated.identity().encode())
         identity.update(repr((weights.unit_crc32s, b.context, b.limits, caches)).encode())
         plan_id = identity.hexdigest()
@@ -265,9 +265,7 @@ def _manifest(b: _Built, plan_id: str, weights: WeightsFile, caches: list[Cache]
             plan.Unit(
                 name=unit.name,
                 nodes=unit.nodes,
-                format=str(
-                    max((s for s, _ in unit.weights), key=lambda s: s.num_bytes).weight.format
-                ),
+                format=_format_of(unit),
                 bytes=unit.bytes,
                 offset=unit.offset,
                 residency="ram",
@@ -278,3 +276,11 @@ def _manifest(b: _Built, plan_id: str, weights: WeightsFile, caches: list[Cache]
         files={},
         weights_key=weights.key,
     )
+
+
+def _format_of(unit: StoredUnit) -> str:
+    """The format of a unit's largest weight, or what the unit is."""
+    if not unit.weights:
+        return unit.kind.value
+    largest, _ = max(unit.weights, key=lambda placed: placed[0].num_bytes)
+    return str(largest.weight.format)

@@ -1,9 +1,11 @@
 """Units, and groups of nodes that need no barrier between them.
 
 A unit is the smallest thing that is placed: one storage range of at least 256 KiB with the nodes
-that consume it. Smaller weights, and nodes without weights, belong to the next unit in execution
-order (the last ones to the last unit). Tables that several nodes share (cos and sin) are no unit's:
-they lie in a range of their own that no placement moves. Source: DESIGN section 1; ATSInfer 4.2.2.
+that consume it, or an attention node with its KV cache. Smaller weights, and nodes without weights,
+belong to the next unit in execution order (the last ones to the last unit). The embedding is a unit
+that stays on the host, which it gathers from. Tables that several nodes share (cos and sin) are no
+unit's: they lie in a range of their own that no placement moves. Source: DESIGN section 1;
+ATSInfer 4.2.2.
 
 A group is what one CPU round of few rows runs between two barriers: nodes that every thread
 computes for itself, then one node whose items the threads share, then nodes that go on with the
@@ -12,6 +14,7 @@ very items that a thread just finished.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,14 +25,27 @@ MIN_UNIT_BYTES = 256 << 10
 MAX_REPLICATED_WIDTH = 32768
 
 
+class UnitKind(enum.Enum):
+    """What a unit is; the runtime's UnitEntry knows the same kinds."""
+
+    SHARED = "shared"
+    """Tables that both backends hold; no nodes."""
+    HOST = "host"
+    """The embedding: never placed."""
+    KV_CACHE = "kv-cache"
+    """An attention node and its KV cache: placed, never promoted."""
+    WEIGHTS = "weights"
+    """A storage range and the nodes that consume it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Weights that are stored, moved and placed together, and the nodes that go with them.
+    """What is stored, moved and placed together, and the nodes that go with it.
 
-    `nodes` are indices into `Graph.nodes`; `weights` names in storage order. The shared range has
-    no nodes.
+    `nodes` are indices into `Graph.nodes`; `weights` names in storage order.
     """
 
+    kind: UnitKind
     name: str
     nodes: tuple[int, ...]
     weights: tuple[str, ...]
@@ -47,22 +63,32 @@ class Schedule:
 def partition_units(graph: Graph, stored_bytes: Callable[[Weight], int]) -> tuple[Unit, ...]:
     """Cut a graph into units, in execution order; the shared range, if any, comes first."""
     owner = _owners(graph)
-    shared = [name for name in graph.weights if name not in owner]
-    units = [Unit("shared", (), tuple(shared))] if shared else []
+    shared = tuple(name for name in graph.weights if name not in owner)
+    units = [Unit(UnitKind.SHARED, "shared", (), shared)] if shared else []
     nodes: list[int] = []
     weights: list[str] = []
+
+    def close(kind: UnitKind, name: str) -> None:
+        units.append(Unit(kind, name, tuple(nodes), tuple(weights)))
+        nodes.clear()
+        weights.clear()
+
     for index, node in enumerate(graph.nodes):
         nodes.append(index)
         weights += [name for name in dict.fromkeys(node.inputs) if owner.get(name) == index]
-        if sum(stored_bytes(graph.weights[name]) for name in weights) >= MIN_UNIT_BYTES:
-            largest = max(weights, key=lambda name: stored_bytes(graph.weights[name]))
-            units.append(Unit(largest, tuple(nodes), tuple(weights)))
-            nodes, weights = [], []
-    if nodes and units and units[-1].nodes:
+        sizes = {name: stored_bytes(graph.weights[name]) for name in weights}
+        if node.op == "embed":
+            close(UnitKind.HOST, node.name)
+        elif node.op == "attention":
+            close(UnitKind.KV_CACHE, node.name)
+        elif sum(sizes.values()) >= MIN_UNIT_BYTES:
+            close(UnitKind.WEIGHTS, max(sizes, key=lambda name: sizes[name]))
+    if nodes and units and units[-1].kind is UnitKind.WEIGHTS:
         last = units.pop()
-        units.append(Unit(last.name, (*last.nodes, *nodes), (*last.weights, *weights)))
+        nodes[:0], weights[:0] = last.nodes, last.weights
+        close(UnitKind.WEIGHTS, last.name)
     elif nodes:
-        units.append(Unit(weights[0] if weights else "whole", tuple(nodes), tuple(weights)))
+        close(UnitKind.WEIGHTS, weights[0] if weights else graph.nodes[nodes[0]].name)
     return tuple(units)
 
 

@@ -89,12 +89,24 @@ def test_units_are_cut_at_256_kib_and_gate_and_up_are_two() -> None:
     assert names == [node.name for node in graph.nodes], "every node once, in order"
     assert [unit.name for unit in units] == [
         "shared",
-        *[f"w{part}{i}" for i in range(2) for part in ("qkv", "o", "gate", "up", "down")],
+        "embed",
+        *[
+            name.format(i)
+            for i in range(2)
+            for name in ("wqkv{}", "attn{}", "wo{}", "wgate{}", "wup{}", "wdown{}")
+        ],
         "table",
     ]
+    assert [unit.kind.value for unit in units[:5]] == [
+        "shared",
+        "host",
+        "weights",
+        "kv-cache",
+        "weights",
+    ]
     assert units[0].weights == ("cos", "sin")
-    assert units[1].weights == ("n0", "wqkv0")
-    assert [graph.nodes[i].name for i in units[1].nodes] == ["embed", "norm0", "qkv0"]
+    assert units[2].weights == ("n0", "wqkv0")
+    assert [graph.nodes[i].name for i in units[2].nodes] == ["norm0", "qkv0"]
     stored = [name for unit in units for name in unit.weights]
     assert sorted(stored) == sorted(graph.weights), "every weight is stored once"
 
@@ -123,7 +135,7 @@ def test_a_linear_that_reads_all_of_the_one_before_waits_for_it() -> None:
     graph = layer()
     nodes = list(graph.nodes)
     index = next(i for i, node in enumerate(nodes) if node.name == "up0")
-    # The residual slot is read at a node's own outputs as well, but after other threads' barriers.
+    # Its input x is read whole, and other threads compute parts of it.
     nodes[index] = replace(nodes[index], inputs=("gate0", "wup0"))
     schedule = schedule_groups(graph.replace(nodes=tuple(nodes)))
     assert schedule.group[index] == schedule.group[index - 1] + 1
