@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from atsc.compiler.ir import BlockFormat, Graph, Node
+from atsc.compiler.ir import BlockFormat, DType, Graph, Node
 from atsc.passes.rewrite import rebuild
 
 _INT8_LEVEL = 4
@@ -45,5 +45,5 @@ class QuantizeActivations:
 def _reads_int8(graph: Graph, node: Node) -> bool:
     if node.op != "linear" or node.attrs.get("accuracy_level") != _INT8_LEVEL:
         return False
-    is_float = node.inputs[0] in graph.values and not node.inputs[0].endswith(_SUFFIX)
+    is_float = graph.values[node.inputs[0]].dtype is DType.F32
     return is_float and isinstance(graph.weights[node.inputs[1]].format, BlockFormat)

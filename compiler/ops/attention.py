@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from atsc.compiler.errors import ModelError
 from atsc.compiler.ir import DType, TensorType
 from atsc.compiler.ops import REQUIRED, Attrs, Cost, OpDef, Operand, RoundState, Sample
 from atsc.compiler.ops.linear import random_float_weight
@@ -34,7 +35,13 @@ F32Array = NDArray[np.float32]
 def _infer(attrs: Attrs, inputs: Sequence[Operand]) -> tuple[TensorType, ...]:
     q = inputs[0]
     assert isinstance(q, TensorType)
-    width = int(attrs["num_heads"]) * int(attrs["head_size"])
+    size = int(attrs["head_size"])
+    width, kv_width = int(attrs["num_heads"]) * size, int(attrs["kv_heads"]) * size
+    packed = len(inputs) < 2 or inputs[1] is None
+    expected = [width + 2 * kv_width] if packed else [width, kv_width, kv_width]
+    found = [operand.shape[-1] for operand in inputs[: len(expected)] if operand is not None]
+    if found != expected:
+        raise ModelError(f"rows of {found} for q, k, v of {expected}")
     return (TensorType(DType.F32, (*q.shape[:-1], width)),)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from atsc.compiler.errors import ModelError
 from atsc.compiler.ir import DType, TensorType, Weight
 from atsc.compiler.ops import Attrs, Cost, OpDef, Operand, Reference, RoundState, Sample
 from atsc.compiler.ops.linear import random_float_weight
@@ -25,8 +26,10 @@ KINDS: Mapping[str, Callable[[Any, Any], Any]] = {
 
 
 def _infer(attrs: Attrs, inputs: Sequence[Operand]) -> tuple[TensorType, ...]:
-    a = inputs[0]
-    assert isinstance(a, TensorType)
+    a, b = inputs
+    assert isinstance(a, TensorType) and b is not None
+    if b.shape != a.shape and not (isinstance(b, Weight) and b.shape in ((1,), a.shape[-1:])):
+        raise ModelError(f"operands {list(a.shape)} and {list(b.shape)}")
     return (TensorType(DType.F32, a.shape),)
 
 

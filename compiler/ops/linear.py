@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from atsc.compiler.errors import ModelError
 from atsc.compiler.ir import (
     ArraySource,
     BlockFormat,
@@ -35,7 +36,13 @@ from atsc.compiler.weights import dequantize
 def _infer(attrs: Attrs, inputs: Sequence[Operand]) -> tuple[TensorType, ...]:
     x, weight = inputs[0], inputs[1]
     assert isinstance(x, TensorType) and isinstance(weight, Weight)
-    return (TensorType(DType.F32, (*x.shape[:-1], weight.shape[0])),)
+    outputs, width = weight.shape
+    if x.shape[-1] != width:
+        raise ModelError(f"rows of {x.shape[-1]} for a weight with {width} inputs")
+    for operand in inputs[2:]:
+        if operand is not None and operand.shape[-1] != outputs:
+            raise ModelError(f"a bias, gate or residual of {operand.shape[-1]}, not {outputs}")
+    return (TensorType(DType.F32, (*x.shape[:-1], outputs)),)
 
 
 def _reference(attrs: Attrs, inputs: Sequence[Any], state: RoundState) -> tuple[Any, ...]:

@@ -1,0 +1,111 @@
+"""Whole models by public exporters, against their expected logits."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from interpreter import Interpreter, replay
+
+from atsc.compiler.errors import ModelError
+from atsc.compiler.importers.onnx import import_onnx
+from atsc.passes.optimise import optimise
+
+Export = Callable[[str], Path]
+INT4 = ("llama3-int4-cpu", "qwen3-int4gather-cpu", "qwen3-int4-cpu")
+FLOAT = ("qwen3-fp32-cpu", "gemma2-nowin-fp32-cpu")
+
+
+@functools.cache
+def logits(folder: Path, accuracy_level: int, optimised: bool) -> np.ndarray:
+    graph = import_onnx(folder, accuracy_level=accuracy_level)
+    expected = np.load(folder / "expected.npz")
+    graph = optimise(graph) if optimised else graph
+    return replay(graph, expected["ids"], int(expected["prompt_len"]))
+
+
+def relative_l2(actual: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
+
+
+@pytest.mark.parametrize("optimised", [False, True])
+@pytest.mark.parametrize("name", INT4 + FLOAT)
+def test_logits_with_float_inputs(export: Export, name: str, optimised: bool) -> None:
+    folder = export(name)
+    expected = np.load(folder / "expected.npz")["logits"]
+    assert relative_l2(logits(folder, 1, optimised), expected) <= 2e-3
+
+
+@pytest.mark.parametrize("name", INT4 + FLOAT)
+def test_passes_do_not_change_float_results(export: Export, name: str) -> None:
+    folder = export(name)
+    assert relative_l2(logits(folder, 1, True), logits(folder, 1, False)) <= 1e-5
+
+
+@pytest.mark.parametrize("name", INT4)
+def test_logits_with_int8_activations(export: Export, name: str) -> None:
+    folder = export(name)
+    expected = np.load(folder / "expected.npz")["logits"]
+    actual = logits(folder, 4, True)
+    assert 1e-3 < relative_l2(actual, expected) <= 4e-2
+    assert np.mean(actual.argmax(1) == expected.argmax(1)) >= 0.9
+
+
+def test_only_wanted_rows_go_through_the_head(export: Export) -> None:
+    folder = export("llama3-int4-cpu")
+    ids = np.load(folder / "expected.npz")["ids"][:12]
+    graph = optimise(import_onnx(folder, accuracy_level=1))
+    every = Interpreter(graph).round(ids)
+    wanted = Interpreter(graph).round(ids, np.array([11, 3]))
+    np.testing.assert_allclose(wanted, every[[11, 3]], rtol=1e-5, atol=1e-6)
+
+
+def test_units_keep_their_weights_apart(export: Export) -> None:
+    graph = optimise(import_onnx(export("qwen3-int4gather-cpu")))
+    linears = [node.inputs[1] for node in graph.nodes if node.op == "linear"]
+    assert len(linears) == len(set(linears)) == 11
+    assert [n.op for n in graph.nodes if n.op not in ("linear", "rms_norm", "quantize")] == [
+        "embed",
+        "attention",
+        "attention",
+        "select_rows",
+    ]
+
+
+def test_model_info_of_a_folder(export: Export) -> None:
+    info = import_onnx(export("llama3-int4-cpu")).info
+    assert info.name == "llama3-int4-cpu"
+    assert (info.vocab_size, info.context_length) == (1056, 4096)
+    assert (info.bos_token_id, info.eos_token_ids) == (1, (2,))
+    assert [Path(file).name for file in info.source_files] == ["model.onnx", "model.onnx.data"]
+    assert [Path(file).name for file in info.companion_files] == ["genai_config.json"]
+
+
+REFUSED = {
+    "gptoss-nowin-int4-cpu": [
+        "2 nodes\n  QMoE (com.microsoft): operator QMoE is not supported: "
+        "/model/layers.0/moe/QMoE, /model/layers.1/moe/QMoE"
+    ],
+    "phi3long-int4-cpu": ["operator If is not supported: /model/rope_caches_subgraph/If"],
+    "qwen3-int4qdq-cpu": [
+        "11 nodes\n  DequantizeLinear (ai.onnx): operator DequantizeLinear is not supported: "
+        "/model/layers.0/attn/qkv_proj/MatMul_DQ_Q4, "
+    ],
+    "optimum-tiny-qwen2": ["operator Softmax is not supported: /model/layers.0/self_attn/Softmax"],
+    "optimum-tiny-opt": ["operator Range is not supported", "operator Trilu is not supported"],
+    "torch-tiny-llama3-op18": ["operator GatherND is not supported: node_GatherND_71"],
+    "torch-tiny-qwen3-op23": ["Attention (ai.onnx): operator Attention is not supported"],
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_is_named(export: Export, name: str) -> None:
+    folder = export(name)
+    with pytest.raises(ModelError) as error:
+        import_onnx(folder)
+    for part in REFUSED[name]:
+        assert part in str(error.value)
+    assert str(error.value).startswith(f"{folder / 'model.onnx'}: not supported: ")
