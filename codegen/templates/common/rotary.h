@@ -22,8 +22,8 @@ static inline void rotate_halves(float* x, const float* cos, const float* sin, i
 
 // Element 2i turns with 2i + 1. In place; cos and sin [half].
 static inline void rotate_pairs(float* x, const float* cos, const float* sin, int64_t half) {
-  int64_t i = 0;
-  for (; i + 4 <= half; i += 4) {
+  const int64_t whole = half / 4 * 4;
+  for (int64_t i = 0; i < whole; i += 4) {
     const __m128 c = _mm_loadu_ps(cos + i), s = _mm_loadu_ps(sin + i);
     const __m256 cc = _mm256_set_m128(_mm_unpackhi_ps(c, c), _mm_unpacklo_ps(c, c));
     const __m256 ss = _mm256_set_m128(_mm_unpackhi_ps(s, s), _mm_unpacklo_ps(s, s));
@@ -33,7 +33,7 @@ static inline void rotate_pairs(float* x, const float* cos, const float* sin, in
     const __m256 turned = _mm256_fmaddsub_ps(pairs, cc, _mm256_mul_ps(swapped, ss));
     _mm256_storeu_ps(x + 2 * i, turned);
   }
-  for (; i < half; ++i) {
+  for (int64_t i = whole; i < half; ++i) {
     const float x1 = x[2 * i], x2 = x[2 * i + 1];
     x[2 * i] = x1 * cos[i] - x2 * sin[i];
     x[2 * i + 1] = x1 * sin[i] + x2 * cos[i];
