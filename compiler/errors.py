@@ -27,3 +27,7 @@ class PlanError(AtscError):
 
 class DeviceError(AtscError):
     """A device is absent, too small, or failed while it ran."""
+
+
+class CancelledError(AtscError):
+    """A session's `cancel` ended the call."""

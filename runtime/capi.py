@@ -1,0 +1,246 @@
+"""The C interface of a plan's library (include/atsc.h) in ctypes, and loading that library."""
+
+from __future__ import annotations
+
+import _ctypes
+import contextlib
+import ctypes
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from atsc.compiler.errors import (
+    AtscError,
+    CancelledError,
+    DeviceError,
+    PlanError,
+    UsageError,
+)
+
+API_VERSION = 1
+MESSAGE_BYTES = 1024
+
+WEIGHTS_MAP, WEIGHTS_READ = 0, 1
+LOGITS_LAST, LOGITS_NONE, LOGITS_ALL, LOGITS_ROWS = range(4)
+FINISH_NONE, FINISH_STOP, FINISH_CONTEXT = range(3)
+
+_ERRORS: dict[int, type[AtscError]] = {
+    1: UsageError,
+    2: UsageError,
+    3: CancelledError,
+    4: PlanError,
+    5: DeviceError,
+    6: AtscError,
+    7: AtscError,
+}
+
+Handle = ctypes.c_void_p
+Int32Pointer = ctypes.POINTER(ctypes.c_int32)
+Int64Pointer = ctypes.POINTER(ctypes.c_int64)
+FloatPointer = ctypes.POINTER(ctypes.c_float)
+
+
+class _Sized(ctypes.Structure):
+    """A struct of atsc.h: `struct_size` first, everything else zero unless given."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**fields)
+        self.struct_size = ctypes.sizeof(self)
+
+
+class Message(_Sized):
+    """atsc_message."""
+
+    _fields_ = (("struct_size", ctypes.c_size_t), ("text", ctypes.c_char * MESSAGE_BYTES))
+
+
+class PlanOptions(_Sized):
+    """atsc_plan_options."""
+
+    _fields_ = (
+        ("struct_size", ctypes.c_size_t),
+        ("weights_path", ctypes.c_char_p),
+        ("num_threads", ctypes.c_int32),
+        ("weights_mode", ctypes.c_int32),
+        ("verify", ctypes.c_int32),
+        ("max_sessions", ctypes.c_int32),
+        ("isa", ctypes.c_char_p),
+    )
+
+
+class PlanInfo(_Sized):
+    """atsc_plan_info."""
+
+    _fields_ = (
+        ("struct_size", ctypes.c_size_t),
+        ("model_name", ctypes.c_char_p),
+        ("plan_id", ctypes.c_char_p),
+        ("vocab_size", ctypes.c_int32),
+        ("context_length", ctypes.c_int32),
+        ("chunk", ctypes.c_int32),
+        ("max_logit_rows", ctypes.c_int32),
+        ("bos_token_id", ctypes.c_int32),
+        ("num_eos_token_ids", ctypes.c_int32),
+        ("eos_token_ids", Int32Pointer),
+        ("num_threads", ctypes.c_int32),
+        ("max_sessions", ctypes.c_int32),
+        ("isa", ctypes.c_char_p),
+        ("weights_bytes", ctypes.c_uint64),
+        ("cache_bytes", ctypes.c_uint64),
+    )
+
+
+class Prefill(_Sized):
+    """atsc_prefill."""
+
+    _fields_ = (
+        ("struct_size", ctypes.c_size_t),
+        ("tokens", Int32Pointer),
+        ("num_tokens", ctypes.c_int64),
+        ("batch", ctypes.c_int32),
+        ("logits", ctypes.c_int32),
+        ("rows", Int64Pointer),
+        ("num_rows", ctypes.c_int64),
+        ("out", FloatPointer),
+        ("out_floats", ctypes.c_int64),
+    )
+
+
+class Sampling(_Sized):
+    """atsc_sampling."""
+
+    _fields_ = (
+        ("struct_size", ctypes.c_size_t),
+        ("temperature", ctypes.c_float),
+        ("top_k", ctypes.c_int32),
+        ("top_p", ctypes.c_float),
+        ("min_p", ctypes.c_float),
+        ("ignore_eos", ctypes.c_int32),
+        ("has_seed", ctypes.c_int32),
+        ("seed", ctypes.c_uint64),
+        ("stop_token_ids", Int32Pointer),
+        ("num_stop_token_ids", ctypes.c_int32),
+    )
+
+
+class Next(_Sized):
+    """atsc_next."""
+
+    _fields_ = (
+        ("struct_size", ctypes.c_size_t),
+        ("token", ctypes.c_int32),
+        ("finish", ctypes.c_int32),
+    )
+
+
+# Function -> its parameters before the message, in the order of atsc_api.
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "plan_open": (ctypes.POINTER(PlanOptions), ctypes.POINTER(Handle)),
+    "plan_close": (Handle,),
+    "plan_get_info": (Handle, ctypes.POINTER(PlanInfo)),
+    "session_create": (Handle, ctypes.POINTER(Handle)),
+    "session_destroy": (Handle,),
+    "session_get_position": (Handle, Int64Pointer),
+    "session_prefill": (Handle, ctypes.POINTER(Prefill)),
+    "session_decode": (Handle, ctypes.c_int32, FloatPointer),
+    "session_logits": (Handle, ctypes.POINTER(FloatPointer), Int64Pointer),
+    "session_set_sampling": (Handle, ctypes.POINTER(Sampling)),
+    "session_next": (Handle, ctypes.POINTER(Next)),
+    "session_rewind": (Handle, ctypes.c_int64),
+    "session_cancel": (Handle,),
+    "session_save": (Handle, ctypes.c_char_p),
+    "session_restore": (Handle, ctypes.c_char_p),
+}
+
+
+class _Table(ctypes.Structure):
+    """atsc_api."""
+
+    _fields_ = (
+        ("struct_size", ctypes.c_size_t),
+        ("version", ctypes.c_uint32),
+        *(
+            (name, ctypes.CFUNCTYPE(ctypes.c_int32, *parameters, ctypes.POINTER(Message)))
+            for name, parameters in _FUNCTIONS.items()
+        ),
+    )
+
+
+class Library:
+    """A plan's library in memory; its functions are called by name through `call`."""
+
+    def __init__(self, content: bytes, name: str) -> None:
+        """Load the very bytes given, which the caller has checked.
+
+        Raises:
+            PlanError: the system cannot load them, or they are no plan's library.
+        """
+        self._file = _memory_file(content)
+        try:
+            self._library = ctypes.CDLL(f"/proc/self/fd/{self._file}", mode=os.RTLD_LOCAL)
+        except OSError as error:
+            os.close(self._file)
+            raise PlanError(
+                f"{name}: cannot be loaded ({error}); compile the model again"
+            ) from None
+        try:
+            get_api = self._library.atsc_get_api
+        except AttributeError:
+            self.close()
+            raise PlanError(f"{name}: no plan's library; compile the model again") from None
+        get_api.restype, get_api.argtypes = ctypes.POINTER(_Table), (ctypes.c_uint32,)
+        table = get_api(API_VERSION)
+        if not table:
+            self.close()
+            raise PlanError(
+                f"{name}: made for another version of atsc's interface than {API_VERSION}; "
+                "compile the model again"
+            )
+        self._functions: dict[str, Callable[..., int]] = {
+            function: getattr(table.contents, function) for function in _FUNCTIONS
+        }
+
+    def call(self, function: str, *arguments: Any) -> None:
+        """Call a function of the table.
+
+        Raises:
+            AtscError: a child that fits the status, with the library's message.
+        """
+        message = Message()
+        status = self._functions[function](*arguments, ctypes.byref(message))
+        if status:
+            text = message.text.decode("utf-8", "replace")
+            raise _ERRORS.get(status, AtscError)(text or f"{function} failed with status {status}")
+
+    def close(self) -> None:
+        """Unload; nothing of the library may be in use."""
+        self._functions = {}
+        _ctypes.dlclose(self._library._handle)
+        # Not before: the system tells libraries apart by name, and descriptors are used again.
+        os.close(self._file)
+
+
+def _memory_file(content: bytes) -> int:
+    """A file in memory that may be executed; its descriptor."""
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        descriptor = os.memfd_create("libplan.so", flags | 0x10)  # MFD_EXEC, Linux 6.3
+    except OSError:
+        try:
+            descriptor = os.memfd_create("libplan.so", flags)
+        except OSError as error:
+            raise DeviceError(f"cannot create a file in memory: {error.strerror}") from None
+    with _closed_on_failure(descriptor):
+        view = memoryview(content)
+        while view:
+            view = view[os.write(descriptor, view) :]
+    return descriptor
+
+
+@contextlib.contextmanager
+def _closed_on_failure(descriptor: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        os.close(descriptor)
+        raise DeviceError(f"no memory for the plan's library: {error.strerror}") from None

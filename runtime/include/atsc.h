@@ -1,0 +1,182 @@
+/* atsc: the C interface of a compiled plan.
+ *
+ * A plan's library (libplan.so) exports one symbol, atsc_get_api, which returns a table of
+ * functions. atsc_open.h finds, checks and loads that library; use it rather than dlopen.
+ *
+ * Rules that hold for every function:
+ *   - It returns a status. Where that is not ATSC_OK, one line of text says what went wrong and what
+ *     to do; it is written to `message` (which may be NULL), with `struct_size` set by the caller.
+ *   - Every struct begins with `struct_size`, which the caller sets to sizeof the struct, also in
+ *     those that the function fills. Zero the struct first: zero means the default in every field.
+ *     A caller built against an older header passes a smaller struct and gets the defaults of what
+ *     it does not know.
+ *   - Handles are opaque. A plan may be used from any thread. A session may be used by one thread at
+ *     a time (a second one is refused, not harmed), except session_cancel, which any thread may
+ *     call at any time while the session exists. Rounds of one plan run one after the other.
+ *   - Token ids are int32, logits float32. A failed call leaves the session usable: its position
+ *     says how many tokens it holds, and it can be rewound.
+ */
+#ifndef ATSC_H
+#define ATSC_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define ATSC_API_VERSION 1u
+#define ATSC_MESSAGE_BYTES 1024
+
+typedef int32_t atsc_status;
+enum {
+  ATSC_OK = 0,
+  ATSC_INVALID_ARGUMENT = 1, /* the caller's mistake; nothing was done */
+  ATSC_CONTEXT_FULL = 2,     /* the plan's context cannot hold so many tokens; nothing was done */
+  ATSC_CANCELLED = 3,        /* session_cancel was called */
+  ATSC_PLAN_ERROR = 4,       /* the plan, or a saved session, is damaged or made for something else */
+  ATSC_DEVICE_ERROR = 5,     /* memory or threads are not to be had */
+  ATSC_IO_ERROR = 6,         /* a file cannot be read or written */
+  ATSC_INTERNAL_ERROR = 7    /* a mistake in atsc */
+};
+
+typedef struct atsc_plan atsc_plan;
+typedef struct atsc_session atsc_session;
+
+typedef struct atsc_message {
+  size_t struct_size;
+  char text[ATSC_MESSAGE_BYTES];
+} atsc_message;
+
+enum {
+  ATSC_WEIGHTS_MAP = 0, /* memory-mapped: pages come from the file when they are needed */
+  ATSC_WEIGHTS_READ = 1 /* read into memory, each unit compared with its checksum */
+};
+
+typedef struct atsc_plan_options {
+  size_t struct_size;
+  const char* weights_path; /* weights.bin of the plan */
+  int32_t num_threads;      /* 0: one for each physical core that this process may use */
+  int32_t weights_mode;     /* ATSC_WEIGHTS_* */
+  int32_t verify;           /* not 0: compare checksums of mapped weights too */
+  int32_t max_sessions;     /* sessions that may exist at once; 0: one */
+  const char* isa;          /* kernels of this level at most (see plan_info); NULL: the best */
+} atsc_plan_options;
+
+typedef struct atsc_plan_info {
+  size_t struct_size;
+  const char* model_name; /* strings and arrays live as long as the plan */
+  const char* plan_id;
+  int32_t vocab_size;
+  int32_t context_length; /* most tokens of a session */
+  int32_t chunk;          /* tokens of a prefill round */
+  int32_t max_logit_rows; /* rows of logits of a round */
+  int32_t bos_token_id;   /* -1: the model has none */
+  int32_t num_eos_token_ids;
+  const int32_t* eos_token_ids;
+  int32_t num_threads;
+  int32_t max_sessions;
+  const char* isa;        /* level of the kernels in use */
+  uint64_t weights_bytes;
+  uint64_t cache_bytes;   /* of one session at the full context */
+} atsc_plan_info;
+
+enum { ATSC_LOGITS_LAST = 0, ATSC_LOGITS_NONE = 1, ATSC_LOGITS_ALL = 2, ATSC_LOGITS_ROWS = 3 };
+
+typedef struct atsc_prefill {
+  size_t struct_size;
+  const int32_t* tokens;
+  int64_t num_tokens;    /* at least 1 */
+  int32_t batch;         /* 1; 0 means 1. Anything else is refused for now */
+  int32_t logits;        /* ATSC_LOGITS_* */
+  const int64_t* rows;   /* ATSC_LOGITS_ROWS: ascending indices into `tokens` */
+  int64_t num_rows;
+  float* out;            /* [rows of logits][vocab_size], or NULL: see session_logits */
+  int64_t out_floats;    /* room at `out` */
+} atsc_prefill;
+
+typedef struct atsc_sampling {
+  size_t struct_size;
+  float temperature;     /* 0: the most likely token; divides the logits before all else */
+  int32_t top_k;         /* 0: no limit */
+  float top_p;           /* 0 or 1: no limit; else the fewest tokens of at least this probability */
+  float min_p;           /* drop tokens less likely than this times the most likely one */
+  int32_t ignore_eos;    /* not 0: the model's end-of-text tokens do not stop */
+  int32_t has_seed;      /* 0: an unpredictable seed */
+  uint64_t seed;         /* the same seed, plan and machine give the same tokens */
+  const int32_t* stop_token_ids; /* besides the model's end-of-text tokens; copied */
+  int32_t num_stop_token_ids;
+} atsc_sampling;
+
+enum {
+  ATSC_FINISH_NONE = 0,
+  ATSC_FINISH_STOP = 1,   /* `token` is a stop token */
+  ATSC_FINISH_CONTEXT = 2 /* `token` is the last one: the context is full */
+};
+
+typedef struct atsc_next {
+  size_t struct_size;
+  int32_t token;
+  int32_t finish; /* ATSC_FINISH_* */
+} atsc_next;
+
+typedef struct atsc_api {
+  size_t struct_size;
+  uint32_t version;
+
+  /* Open the plan that this library belongs to. Any thread. */
+  atsc_status (*plan_open)(const atsc_plan_options* options, atsc_plan** plan,
+                           atsc_message* message);
+  /* Close it; refused while sessions exist. The handle is dead after ATSC_OK. NULL is allowed. */
+  atsc_status (*plan_close)(atsc_plan* plan, atsc_message* message);
+  /* Any thread. */
+  atsc_status (*plan_get_info)(const atsc_plan* plan, atsc_plan_info* info, atsc_message* message);
+
+  /* An empty session. Memory for its caches is taken as they fill. Any thread. */
+  atsc_status (*session_create)(atsc_plan* plan, atsc_session** session, atsc_message* message);
+  /* Refused while another thread is in a call of the session. NULL is allowed. */
+  atsc_status (*session_destroy)(atsc_session* session, atsc_message* message);
+  /* Tokens that the session holds. */
+  atsc_status (*session_get_position)(atsc_session* session, int64_t* position,
+                                      atsc_message* message);
+
+  /* Append tokens, in rounds of at most `chunk` tokens and `max_logit_rows` rows of logits. */
+  atsc_status (*session_prefill)(atsc_session* session, const atsc_prefill* prefill,
+                                 atsc_message* message);
+  /* Append one token; its logits [vocab_size] go to `out` unless that is NULL. */
+  atsc_status (*session_decode)(atsc_session* session, int32_t token, float* out,
+                                atsc_message* message);
+  /* The rows of logits of the latest round, borrowed until the session's next call: *rows of
+   * vocab_size floats; 0 rows if that round had none. */
+  atsc_status (*session_logits)(atsc_session* session, const float** logits, int64_t* rows,
+                                atsc_message* message);
+
+  /* How session_next chooses; starts anew from the seed. Without it: temperature 0. */
+  atsc_status (*session_set_sampling)(atsc_session* session, const atsc_sampling* sampling,
+                                      atsc_message* message);
+  /* The next token, chosen from the latest logits. A token is appended only when the one after it
+   * is asked for, so that no time goes into a token that nobody wants: the last one returned is not
+   * part of the session yet. Prefill, decode and rewind drop it. */
+  atsc_status (*session_next)(atsc_session* session, atsc_next* next, atsc_message* message);
+
+  /* Keep the first `position` tokens. Layers with an attention window forget older tokens: going
+   * further back than they remember is ATSC_INVALID_ARGUMENT, and says to prefill again. */
+  atsc_status (*session_rewind)(atsc_session* session, int64_t position, atsc_message* message);
+  /* End the present call at the next node with ATSC_CANCELLED, or, if there is none, the next call
+   * that runs a round; a rewind takes the wish back. Any thread. */
+  atsc_status (*session_cancel)(atsc_session* session, atsc_message* message);
+
+  /* Write the session's state to a file, which appears whole or not at all. */
+  atsc_status (*session_save)(atsc_session* session, const char* path, atsc_message* message);
+  /* Replace the session's state by a saved one of the same plan. */
+  atsc_status (*session_restore)(atsc_session* session, const char* path, atsc_message* message);
+} atsc_api;
+
+/* The table of a version, or NULL if this library does not know it. */
+typedef const atsc_api* (*atsc_get_api_function)(uint32_t version);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

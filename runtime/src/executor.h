@@ -1,0 +1,114 @@
+// Runs rounds: nodes in order, each on all threads of the pool.
+//
+// A node has a domain of items, which threads claim in chunks. In a round of few rows a barrier costs
+// as much as a small node, so what is cheap is computed by every thread for itself (kReplicate, into
+// its private arena) and what follows item by item is done by the thread that has the items
+// (kAligned). Nodes are packed into steps, with one barrier after each:
+//
+//     few rows    replicated nodes | one claimed node | aligned nodes     all of one group
+//     many rows   one claimed node | aligned nodes of its group with an equal domain
+//
+// Few or many is asked of each node: a prefill of many tokens may want one row of logits. Where a
+// value lies (shared or private) follows from that, so there is one program a combination, made when
+// it is first needed.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "platform.h"
+#include "pool.h"
+#include "tables.h"
+
+namespace atsc {
+
+// The K and V of one attention layer.
+struct CacheView {
+  void* k;
+  void* v;
+};
+
+struct Round {
+  const int32_t* token_ids;
+  int64_t num_tokens;
+  int64_t position;            // tokens before this round
+  const int32_t* logit_rows;   // ascending; indices into token_ids
+  int64_t num_logit_rows;
+  float* logits;               // [num_logit_rows][vocab_size], 64-byte aligned
+  const CacheView* caches;     // one a cache of the plan
+  const std::atomic<bool>* cancelled;
+};
+
+class Executor {
+ public:
+  // `isa_levels` has bit i set for each level whose kernels may be used.
+  Executor(const Plan& plan, const std::byte* weights, uint32_t isa_levels, Pool& pool);
+
+  // False: cancelled between two steps; the caches then hold part of the round.
+  bool run(const Round& round);
+
+  int highest_isa_level() const { return highest_isa_level_; }
+
+ private:
+  enum class Amount : uint8_t { kNone, kFew, kMany };
+  enum class Role : uint8_t { kReplicated, kClaimed, kAligned };
+
+  struct Instruction {
+    const CpuKernel* kernel;
+    const NodeEntry* node;
+    KernelArgs args;            // private operands point into the first thread's arena
+    uint32_t private_inputs;    // bit i: args.in[i] is private
+    uint32_t private_outputs;
+    size_t scratch_stride;      // replicated: a thread's own scratch
+    int64_t domain;             // of this round
+    Role role;
+    bool may_open_step;         // false: runs after the instruction before it, without a barrier
+  };
+
+  struct Program {
+    std::vector<Instruction> instructions;
+  };
+
+  // Instructions [first, claimed) replicated, then [claimed, end) on claimed items.
+  struct Step {
+    int first, claimed, end;
+    int64_t domain, grain;
+  };
+
+  struct Scratch {
+    const CpuKernel* kernel;
+    int64_t kv_capacity;
+    bool replicated;
+    std::byte* data;
+    size_t stride;
+  };
+
+  Program& program_for(const Round& round);
+  Program make_program(Amount tokens, Amount logits);
+  Instruction make_instruction(const NodeEntry& node, Amount amount,
+                               std::vector<bool>& is_private);
+  const CpuKernel* kernel_of(const NodeEntry& node, Amount amount) const;
+  const void* place(const Operand& operand, const std::vector<bool>& is_private);
+  Scratch scratch_for(const CpuKernel* kernel, const NodeEntry& node, bool replicated);
+  void bind(Program& program, const Round& round);
+  void work(const Program& program, int thread, const std::atomic<bool>& cancelled);
+  void run_items(const Instruction& instruction, int thread, int64_t begin, int64_t end) const;
+
+  const Plan& plan_;
+  const std::byte* weights_;
+  uint32_t isa_levels_;
+  int highest_isa_level_ = 0;
+  Pool& pool_;
+  size_t private_stride_;
+  platform::Mapping arena_, private_arenas_, token_ids_, logit_rows_;
+  std::vector<platform::Mapping> scratch_memory_;
+  std::vector<Scratch> scratch_;
+  std::unique_ptr<Program> programs_[3][3];
+  std::vector<Step> steps_;
+  bool stop_ = false;
+  alignas(64) std::atomic<int64_t> next_chunk_{0};
+};
+
+}  // namespace atsc

@@ -1,0 +1,72 @@
+// A persistent pool of threads, of which the caller is one.
+//
+// All of them meet at one barrier, which counts arrivals; the last one opens it. Those who wait spin
+// for at most 50 us and then sleep in the kernel: spinning for ever would take the cores from
+// whatever the others wait for as soon as anything else runs on the machine. With more threads than
+// CPUs nobody spins. A pool of one thread touches no atomic at all.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <thread>
+#include <vector>
+
+#include "platform.h"
+
+namespace atsc {
+
+class Pool {
+ public:
+  // `num_threads` counts the caller; 0 takes one a physical core that this process may use.
+  explicit Pool(int num_threads);
+  ~Pool();
+  Pool(const Pool&) = delete;
+
+  int num_threads() const { return num_threads_; }
+
+  // Runs body(thread) on every thread, 0 being the caller, and returns when all are done. Only one
+  // run at a time.
+  template <class Body>
+  void run(Body&& body) {
+    if (num_threads_ == 1) return body(0);
+    context_ = &body;
+    body_ = [](void* context, int thread) {
+      (*static_cast<std::remove_reference_t<Body>*>(context))(thread);
+    };
+    barrier([] {});
+    body(0);
+    barrier([] {});
+  }
+
+  // Inside a body, by every thread: the last to arrive calls `last` before anyone goes on.
+  template <class Last>
+  void barrier(Last&& last) {
+    if (num_threads_ == 1) return last();
+    const uint32_t generation = generation_.load(std::memory_order_relaxed);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 < num_threads_) {
+      return await(generation);
+    }
+    last();
+    arrived_.store(0, std::memory_order_relaxed);
+    // Sequentially consistent, as is the sleeper's announcement: one of the two sees the other.
+    generation_.store(generation + 1, std::memory_order_seq_cst);
+    if (sleepers_.load(std::memory_order_seq_cst) != 0) platform::wake_all(generation_);
+  }
+
+ private:
+  void work(int thread);
+  void await(uint32_t generation);
+
+  int num_threads_;
+  int64_t spin_ns_;
+  bool quit_ = false;
+  void* context_ = nullptr;
+  void (*body_)(void*, int) = nullptr;
+  std::vector<int> cpus_;  // empty: wherever the system likes
+  std::vector<std::thread> threads_;
+  alignas(64) std::atomic<int> arrived_{0};
+  alignas(64) std::atomic<uint32_t> generation_{0};
+  alignas(64) std::atomic<int> sleepers_{0};
+};
+
+}  // namespace atsc
