@@ -39,16 +39,18 @@ class MiniDecoder:
         self.constant("table", table)
         self.node("Gather", ["table", "input_ids"], ["x"])
 
-    def constant(self, name: str, array: Array, element: int | None = None) -> str:
-        """An initializer; `element` for types that numpy lacks, then `array` holds raw bytes."""
+    def constant(
+        self,
+        name: str,
+        array: Array,
+        element: int | None = None,
+        shape: tuple[int, ...] | None = None,
+    ) -> str:
+        """An initializer; for element types that numpy lacks, `array` holds its bytes."""
         array = np.ascontiguousarray(array)
         element = element or helper.np_dtype_to_tensor_dtype(array.dtype)
-        shape = array.shape
-        if element in (TensorProto.INT4, TensorProto.UINT4):
-            shape = (*shape[:-1], shape[-1] * 2)
-        self.initializers.append(
-            helper.make_tensor(name, element, shape, array.tobytes(), raw=True)
-        )
+        made = helper.make_tensor(name, element, shape or array.shape, array.tobytes(), raw=True)
+        self.initializers.append(made)
         return name
 
     def node(

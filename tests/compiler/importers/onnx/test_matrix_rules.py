@@ -1,0 +1,252 @@
+"""Operators with big weights, each as a tiny decoder in onnxruntime and here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto
+
+from atsc.compiler.errors import ModelError
+from atsc.compiler.ir import BlockFormat, DType, FloatFormat
+from mini_decoder import MICROSOFT, MiniDecoder
+
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+FEW = settings(max_examples=25, deadline=None, derandomize=True)
+
+
+def floats(rng: np.random.Generator, *shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return rng.standard_normal(shape).astype(dtype)
+
+
+def signed_scales(rng: np.random.Generator, *shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return (rng.uniform(0.01, 0.1, shape) * rng.choice([-1, 1], shape)).astype(dtype)
+
+
+def block_constants(
+    decoder: MiniDecoder,
+    rng: np.random.Generator,
+    shape: tuple[int, int],
+    bits: int,
+    block_size: int,
+    zero_points: str,
+    *,
+    flat: bool = False,
+    scales: Any = np.float32,
+) -> list[str]:
+    """Random codes, scales and zero points as MatMulNBits reads them."""
+    rows, width = shape
+    blocks = -(-width // block_size)
+    codes = rng.integers(0, 256, (rows, blocks, block_size * bits // 8), np.uint8)
+    scale = signed_scales(rng, rows, blocks, dtype=scales)
+    names = [decoder.constant("codes", codes)]
+    names.append(decoder.constant("scales", scale.reshape(-1) if flat else scale))
+    if zero_points == "packed":
+        points = rng.integers(0, 256, (rows, -(-blocks * bits // 8)), np.uint8)
+        names.append(decoder.constant("points", points.reshape(-1) if flat else points))
+    elif zero_points == "float":
+        points = rng.uniform(0, 2**bits - 1, (rows, blocks)).astype(scales)
+        names.append(decoder.constant("points", points.reshape(-1) if flat else points))
+    return names
+
+
+@FEW
+@given(
+    bits=st.sampled_from([4, 8]),
+    block_size=st.sampled_from(BLOCK_SIZES),
+    width=st.integers(1, 300),
+    outputs=st.integers(1, 9),
+    rows=st.sampled_from([1, 2, 5]),
+    zero_points=st.sampled_from(["none", "packed", "float"]),
+    bias=st.booleans(),
+    flat=st.booleans(),
+    level=st.sampled_from([None, 0, 1]),
+    seed=st.integers(0, 99),
+)
+@example(4, 32, 96, 7, 3, "packed", True, False, 1, 0)  # an odd number of blocks
+@example(4, 256, 32, 3, 1, "packed", False, True, 0, 0)  # one block, mostly beyond K
+def test_matmul_nbits(
+    bits: int,
+    block_size: int,
+    width: int,
+    outputs: int,
+    rows: int,
+    zero_points: str,
+    bias: bool,
+    flat: bool,
+    level: int | None,
+    seed: int,
+) -> None:
+    if bits == 8 and zero_points == "float":
+        zero_points = "packed"  # onnxruntime has no kernel for the other
+    rng = np.random.default_rng(seed)
+    decoder = MiniDecoder(floats(rng, rows, width))
+    names = block_constants(
+        decoder, rng, (outputs, width), bits, block_size, zero_points, flat=flat
+    )
+    if bias:
+        names += [""] * (4 - len(names)) + [decoder.constant("bias", floats(rng, outputs))]
+    decoder.node(
+        "MatMulNBits", ["x", *names], ["logits"], MICROSOFT,
+        N=outputs, K=width, bits=bits, block_size=block_size, accuracy_level=level,
+    )  # fmt: skip
+    decoder.assert_agrees(tolerance=2e-5)
+
+
+def test_matmul_nbits_with_fp16_scales() -> None:
+    rng = np.random.default_rng(0)
+    decoder = MiniDecoder(floats(rng, 3, 64, dtype=np.float16))
+    names = block_constants(decoder, rng, (5, 64), 4, 32, "float", scales=np.float16)
+    decoder.node("MatMulNBits", ["x", *names], ["logits"], MICROSOFT, N=5, K=64, block_size=32)
+    decoder.assert_agrees(tolerance=1e-3)
+    (weight,) = (w for w in decoder.imported().weights.values() if w.name == "codes")
+    assert weight.format == BlockFormat(4, 32, True)
+    assert weight.parts["scales"].dtype is weight.parts["zero_points"].dtype is DType.F16
+
+
+def test_float_zero_points_of_8_bits_are_read_as_they_are() -> None:
+    rng = np.random.default_rng(0)
+    decoder = MiniDecoder(np.eye(32, dtype=np.float32))
+    names = block_constants(decoder, rng, (2, 32), 8, 16, "float")
+    decoder.node(
+        "MatMulNBits", ["x", *names], ["logits"], MICROSOFT, N=2, K=32, bits=8, block_size=16
+    )
+    codes, scales, points = (
+        np.frombuffer(t.raw_data, dtype).reshape(shape)
+        for t, dtype, shape in zip(
+            decoder.initializers[1:],
+            (np.uint8, np.float32, np.float32),
+            ((2, 2, 16), (2, 2, 1), (2, 2, 1)),
+            strict=True,
+        )
+    )
+    expected = ((codes - points) * scales).reshape(2, 32).T
+    np.testing.assert_allclose(decoder.ours([np.arange(32)]), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("override", "level"), [(None, 4), (1, 1), (4, 4), (0, 0)])
+def test_accuracy_level_can_be_overridden(override: int | None, level: int) -> None:
+    rng = np.random.default_rng(0)
+    decoder = MiniDecoder(floats(rng, 3, 64))
+    names = block_constants(decoder, rng, (5, 64), 4, 32, "none")
+    decoder.node(
+        "MatMulNBits", ["x", *names], ["logits"], MICROSOFT,
+        N=5, K=64, block_size=32, accuracy_level=4,
+    )  # fmt: skip
+    (node,) = (n for n in decoder.imported(override).nodes if n.op == "linear")
+    assert node.attrs == {"accuracy_level": level}
+
+
+@FEW
+@given(
+    kind=st.sampled_from(["u8x4", "u8x8", "uint4", "int4"]),
+    block_size=st.sampled_from(BLOCK_SIZES),
+    blocks=st.integers(1, 3),
+    rows=st.integers(1, 5),
+    zero_points=st.booleans(),
+    seed=st.integers(0, 99),
+)
+@example("int4", 32, 3, 5, True, 0)  # 4-bit zero points packed across rows
+@example("uint4", 16, 1, 3, False, 0)  # the default zero point is 0
+@example("u8x4", 16, 1, 3, False, 0)  # the default zero point is 8
+@example("u8x8", 16, 1, 3, False, 0)  # the default zero point is 128
+def test_gather_block_quantized(
+    kind: str, block_size: int, blocks: int, rows: int, zero_points: bool, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    decoder = MiniDecoder(np.zeros((rows, 1), np.float32))
+    bits, width = (8 if kind == "u8x8" else 4), blocks * block_size
+    codes = rng.integers(0, 256, (rows, width * bits // 8), np.uint8)
+    element = {"uint4": TensorProto.UINT4, "int4": TensorProto.INT4}.get(kind)
+    decoder.constant("codes", codes, element, (rows, width) if element else None)
+    decoder.constant("scales", signed_scales(rng, rows, blocks))
+    names = ["codes", "input_ids", "scales"]
+    if zero_points and element is None:
+        points = rng.integers(0, 256, (rows, -(-blocks * bits // 8)), np.uint8)
+        names.append(decoder.constant("points", points))
+    elif zero_points:
+        packed = rng.integers(0, 256, -(-rows * blocks // 2), np.uint8)
+        names.append(decoder.constant("points", packed, element, (rows, blocks)))
+    decoder.nodes.clear()
+    decoder.node(
+        "GatherBlockQuantized", names, ["logits"], MICROSOFT,
+        bits=bits, block_size=block_size, gather_axis=0, quantize_axis=1,
+    )  # fmt: skip
+    decoder.assert_agrees(tolerance=1e-7)
+
+
+def test_a_tied_int4_head_is_one_weight() -> None:
+    rng = np.random.default_rng(0)
+    decoder = MiniDecoder(np.zeros((7, 1), np.float32))
+    decoder.nodes.clear()
+    names = block_constants(decoder, rng, (7, 64), 4, 16, "none")
+    decoder.constant("flat", np.array([7, 32], np.int64))
+    decoder.node("Reshape", [names[0], "flat"], ["table_codes"])
+    decoder.node(
+        "GatherBlockQuantized", ["table_codes", "input_ids", names[1]], ["rows"], MICROSOFT,
+        bits=4, block_size=16,
+    )  # fmt: skip
+    decoder.node("MatMulNBits", ["rows", *names], ["logits"], MICROSOFT, N=7, K=64, block_size=16)
+    decoder.assert_agrees(tolerance=1e-5)
+    assert list(decoder.imported().weights) == ["codes"]
+
+
+@pytest.mark.parametrize("embedding_first", [False, True])
+def test_a_tied_float_head_is_one_weight(embedding_first: bool) -> None:
+    """The table is stored as the head reads it and transposed for Gather, or the reverse."""
+    table = floats(np.random.default_rng(0), 7, 16)
+    decoder = MiniDecoder(table if embedding_first else table.T)
+    decoder.nodes.clear()
+    decoder.node("Transpose", ["table"], ["turned"], perm=[1, 0])
+    as_table, as_head = ("table", "turned") if embedding_first else ("turned", "table")
+    decoder.node("Gather", [as_table, "input_ids"], ["rows"])
+    decoder.node("MatMul", ["rows", as_head], ["logits"])
+    decoder.num_rows = 7
+    decoder.assert_agrees(tolerance=1e-6)
+    graph = decoder.imported()
+    assert {name: w.shape for name, w in graph.weights.items()} == {"table": (7, 16)}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("op", ["MatMul", "Gemm"])
+def test_float_matrices(op: str, dtype: Any) -> None:
+    rng = np.random.default_rng(0)
+    decoder = MiniDecoder(floats(rng, 5, 24, dtype=dtype))
+    decoder.constant("w", floats(rng, 24, 9, dtype=dtype))
+    if op == "MatMul":
+        decoder.node("MatMul", ["x", "w"], ["logits"])
+    else:
+        decoder.constant("two", np.array([-1, 24], np.int64))
+        decoder.constant("three", np.array([1, -1, 9], np.int64))
+        decoder.constant("b", floats(rng, 9, dtype=dtype))
+        decoder.node("Reshape", ["x", "two"], ["flat"])
+        decoder.node("Gemm", ["flat", "w", "b"], ["y"])
+        decoder.node("Reshape", ["y", "three"], ["logits"], name="back")
+    decoder.assert_agrees(tolerance=1e-6 if dtype is np.float32 else 2e-3)
+    assert decoder.imported().weights["w"].shape == (9, 24)
+
+
+def test_bf16_weights_stay_bf16() -> None:
+    rng = np.random.default_rng(0)
+    decoder = MiniDecoder(floats(rng, 5, 24))
+    w = floats(rng, 24, 9)
+    bits = (w.view(np.uint32) >> 16).astype(np.uint16)
+    decoder.constant("w", bits, TensorProto.BFLOAT16)
+    decoder.node("MatMul", ["x", "w"], ["logits"])
+    graph = decoder.imported()
+    assert graph.weights["w"].format == FloatFormat(DType.BF16)
+    table = graph.weights["table"].parts["data"].read()
+    exact = (bits.astype(np.uint32) << 16).view(np.float32)
+    np.testing.assert_allclose(decoder.ours([np.arange(5)]), table @ exact, rtol=1e-4, atol=1e-5)
+
+
+def test_parts_of_the_wrong_size_are_refused() -> None:
+    rng = np.random.default_rng(0)
+    decoder = MiniDecoder(floats(rng, 3, 64))
+    names = block_constants(decoder, rng, (5, 64), 4, 32, "none")
+    decoder.node("MatMulNBits", ["x", *names], ["logits"], MICROSOFT, N=6, K=64, block_size=32)
+    with pytest.raises(ModelError, match=r"codes has shape \[5, 2, 16\], expected \[6, 2, 16\]"):
+        decoder.imported()
