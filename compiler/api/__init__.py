@@ -1,3 +1,92 @@
-"""atsc: compile large language models to per-device execution plans, and run them."""
+"""atsc: compile large language models to per-device execution plans, and run them.
+
+    plan = atsc.load("model.atsplan")
+    for token in plan.generate(ids, max_new_tokens=64): ...
+
+Importing this loads nothing of the compiler; `load` needs numpy and the plan alone.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from atsc.compiler.errors import (
+    AtscError,
+    BudgetError,
+    CodegenError,
+    DeviceError,
+    ModelError,
+    PlanError,
+    UsageError,
+)
+
+if TYPE_CHECKING:
+    from atsc.compiler.driver import Observer
+    from atsc.runtime.loader import Plan
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "AtscError",
+    "BudgetError",
+    "CodegenError",
+    "DeviceError",
+    "ModelError",
+    "PlanError",
+    "UsageError",
+    "__version__",
+    "compile",
+    "load",
+]
+
+
+def compile(
+    model: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None = None,
+    *,
+    observer: Observer | None = None,
+    **options: Any,
+) -> Path | None:
+    """Compile a model to a plan folder; needs the extra `atsc[compiler]`.
+
+    Args:
+        model: an .onnx file, or the folder that holds one with its tokenizer.
+        output: the plan folder; by default `model.atsplan` beside the model.
+        observer: told of stages and progress.
+        options: the other fields of `atsc.compiler.driver.CompileOptions`: ctx, chunk, ....
+
+    Returns:
+        The plan's folder; None if the option `stop_after` ended the compilation before.
+
+    Raises:
+        UsageError: an option is unknown, or makes no sense for this model.
+        ModelError: the model cannot be read, or holds something unsupported.
+        CodegenError: a kernel cannot be built.
+        PlanError: the plan cannot be written.
+    """
+    from atsc.compiler.driver import CompileOptions, compile_model
+
+    try:
+        chosen = CompileOptions(
+            model=Path(model), output=Path(output) if output is not None else None, **options
+        )
+    except TypeError as error:
+        raise UsageError(f"compile: {error}; see atsc.compiler.driver.CompileOptions") from None
+    return compile_model(chosen, observer)
+
+
+def load(path: str | os.PathLike[str], **options: Any) -> Plan:
+    """Check a plan folder, load its library, and return the plan.
+
+    Args:
+        path: the plan folder.
+        options: as `atsc.runtime.loader.load` takes them (threads, verify, expected_sha256, ...).
+
+    Raises:
+        PlanError: the plan is damaged, or does not fit this machine.
+    """
+    from atsc.runtime import loader
+
+    return loader.load(Path(path), **options)

@@ -1,0 +1,131 @@
+"""The command `atsc`: parses the command line, and turns every error into one line and a code.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib.metadata
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from types import FrameType
+from typing import NoReturn
+
+from atsc.compiler.commands import bench, check, compile, convert, inspect, run, targets, verify
+from atsc.compiler.commands.console import Console
+from atsc.compiler.errors import AtscError, UsageError
+
+COMMANDS = (compile, run, bench, inspect, verify, check, convert, targets)
+OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+_EXTRAS = {
+    "onnx": "compiler",
+    "onnx_ir": "compiler",
+    "onnxscript": "compiler",
+    "gguf": "compiler",
+    "jinja2": "run",
+    "tokenizers": "run",
+    "onnxruntime": "verify",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors take one line and say where help is."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with 2."""
+        self.exit(USAGE, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = Parser(
+        prog="atsc",
+        description="Compile large language models to execution plans, and run them.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"atsc {importlib.metadata.version('atsc')}"
+    )
+    parsers = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", parser_class=Parser
+    )
+    for module in COMMANDS:
+        command = module.add(parsers)
+        command.set_defaults(run=module.run)
+        command.add_argument(
+            "-v", "--verbose", action="store_true", help="say what is going on, on stderr"
+        )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        _suggest_command(arguments)
+        args = build_parser().parse_args(arguments)
+    except SystemExit as exit_:
+        return int(exit_.code or 0)
+    previous = signal.signal(signal.SIGTERM, _interrupt)
+    console = Console(json=getattr(args, "json", False), verbose=args.verbose)
+    try:
+        code: int = args.run(args, console)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        console.clear()
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has gone; nothing is to be flushed into the pipe at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except Exception as error:
+        console.clear()
+        _explain(error, args.verbose)
+        return USAGE if isinstance(error, UsageError) else FAILED
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _suggest_command(arguments: Sequence[str]) -> None:
+    names = [module.__name__.rpartition(".")[2] for module in COMMANDS]
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in names:
+        near = difflib.get_close_matches(arguments[0], names, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"commands are {', '.join(names)}"
+        sys.stderr.write(f"atsc: no command {arguments[0]!r}; {hint}\n")
+        raise SystemExit(USAGE)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    """Being asked to stop is an interrupt: everything half-written is removed on the way out."""
+    raise KeyboardInterrupt
+
+
+def _explain(error: Exception, verbose: bool) -> None:
+    if verbose:
+        traceback.print_exception(error)
+    if isinstance(error, AtscError):
+        message = str(error)
+    elif isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
+        extra = _EXTRAS[error.name]
+        message = f"the package {error.name} is missing; pip install 'atsc[{extra}]'"
+    elif isinstance(error, MemoryError):
+        message = "out of memory; close other programs, or choose a smaller --ctx or --chunk"
+    elif isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        message = f"{where}{error.strerror or error}"
+    else:
+        hint = "" if verbose else "; run again with -v for the traceback"
+        message = f"internal error, please report it: {type(error).__name__}: {error}{hint}"
+    line = "; ".join(part.strip() for part in message.splitlines() if part.strip())
+    sys.stderr.write(f"atsc: {line}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""How close two models' logits are, accumulated piece by piece over one text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+F32Array = NDArray[np.float32]
+
+MARGIN_SIGMAS = 6.0
+MAX_PERPLEXITY_DEVIATION = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a comparison may show at most."""
+
+    relative_l2: float
+    top1_agreement: float
+
+
+FLOAT_BOUNDS = Bounds(relative_l2=2e-3, top1_agreement=0.98)
+INT8_BOUNDS = Bounds(relative_l2=4e-2, top1_agreement=0.90)
+"""For linears that quantise activations to int8 in blocks of 32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Figures over all tokens; logits as the models give them, before any softmax."""
+
+    num_tokens: int
+    max_difference: float
+    mean_difference: float
+    relative_l2: float
+    top1_agreement: float
+    stated_error: float
+    """Mean over tokens of the error that the bound allows a logit: MARGIN_SIGMAS times the bound on
+    the relative L2 error times the standard deviation of the token's logits."""
+    num_clear: int
+    """Tokens where the reference's first is ahead of its second by more than the stated error."""
+    num_clear_wrong: int
+    """Of these, the ones where the other model's first is another."""
+    reference_perplexity: float
+    perplexity: float
+
+    @property
+    def perplexity_ratio(self) -> float:
+        """Ours over the reference's."""
+        return self.perplexity / self.reference_perplexity
+
+    def failures(self, bounds: Bounds) -> list[str]:
+        """What is out of bounds, in words; written so that NaN fails."""
+        deviation = abs(self.perplexity_ratio - 1)
+        tests = {
+            "relative L2 error": self.relative_l2 <= bounds.relative_l2,
+            "top-1 agreement": self.top1_agreement >= bounds.top1_agreement,
+            "top tokens ahead by more than the stated error": self.num_clear_wrong == 0,
+            "perplexity": deviation <= MAX_PERPLEXITY_DEVIATION,
+        }
+        return [name for name, passed in tests.items() if not passed]
+
+
+class Comparison:
+    """Accumulates; memory does not grow with the text."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self._bounds = bounds
+        self._tokens = self._agree = self._clear = self._clear_wrong = self._predicted = 0
+        self._max = self._sum = self._square = self._reference_square = 0.0
+        self._stated = self._loss = self._reference_loss = 0.0
+        self._elements = 0
+
+    def add(self, reference: F32Array, ours: F32Array, next_ids: NDArray[np.int64]) -> None:
+        """Compare the logits of some tokens.
+
+        Args:
+            reference: [M, vocabulary].
+            ours: the same of the model to be judged.
+            next_ids: [M], or [M - 1] at the end of the text: the tokens that follow.
+        """
+        difference = np.abs(ours - reference)
+        self._tokens += len(reference)
+        self._elements += difference.size
+        # np.maximum lets NaN through, where max() might drop it.
+        self._max = float(np.maximum(self._max, difference.max()))
+        self._sum += float(difference.sum(dtype=np.float64))
+        self._square += float(np.square(difference, dtype=np.float64).sum())
+        self._reference_square += float(np.square(reference, dtype=np.float64).sum())
+        self._add_tops(reference, ours)
+        count = len(next_ids)
+        self._predicted += count
+        self._reference_loss += _loss(reference[:count], next_ids)
+        self._loss += _loss(ours[:count], next_ids)
+
+    def _add_tops(self, reference: F32Array, ours: F32Array) -> None:
+        same = reference.argmax(axis=1) == ours.argmax(axis=1)
+        first_two = np.partition(reference, -2, axis=1)[:, -2:]
+        margin = first_two[:, 1] - first_two[:, 0]
+        allowed = MARGIN_SIGMAS * self._bounds.relative_l2 * reference.std(axis=1)
+        clear = margin > allowed
+        self._agree += int(same.sum())
+        self._clear += int(clear.sum())
+        self._clear_wrong += int((clear & ~same).sum())
+        self._stated += float(allowed.sum())
+
+    def result(self) -> Result:
+        """The figures of everything added so far."""
+        predicted = max(1, self._predicted)
+        return Result(
+            num_tokens=self._tokens,
+            max_difference=self._max,
+            mean_difference=self._sum / self._elements,
+            relative_l2=float(np.sqrt(self._square / self._reference_square)),
+            top1_agreement=self._agree / self._tokens,
+            stated_error=self._stated / self._tokens,
+            num_clear=self._clear,
+            num_clear_wrong=self._clear_wrong,
+            reference_perplexity=float(np.exp(self._reference_loss / predicted)),
+            perplexity=float(np.exp(self._loss / predicted)),
+        )
+
+
+def _loss(logits: F32Array, next_ids: NDArray[np.int64]) -> float:
+    """Sum of -log p(next)."""
+    if not len(next_ids):
+        return 0.0
+    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+    chosen = shifted[np.arange(len(next_ids)), next_ids]
+    return float((np.log(np.exp(shifted).sum(axis=1)) - chosen).sum())

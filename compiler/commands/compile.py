@@ -1,0 +1,174 @@
+"""`atsc compile`: a model to a plan folder."""
+
+from __future__ import annotations
+
+import argparse
+import pprint
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from atsc.compiler.commands.console import Console, NotYet, at_least, existing, format_size
+from atsc.compiler.errors import ModelError, UsageError
+
+if TYPE_CHECKING:
+    from atsc.compiler.plan import Manifest
+
+_NO_GPU = "plans run on the CPU for now, so leave it out"
+
+
+def add(parsers: Any) -> argparse.ArgumentParser:
+    """Declare the flags."""
+    parser: argparse.ArgumentParser = parsers.add_parser(
+        "compile", help="compile a model to a plan", description=__doc__, allow_abbrev=False
+    )
+    whole = at_least(1)
+    parser.add_argument(
+        "model", type=Path, metavar="MODEL", help="an .onnx file, or the folder that holds one"
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="PLAN", help="default: MODEL.atsplan beside the model"
+    )
+    parser.add_argument("--ctx", type=whole, metavar="TOKENS", help="longest context")
+    parser.add_argument("--chunk", type=whole, metavar="TOKENS", help="most tokens of one round")
+    parser.add_argument("--threads", type=whole, metavar="N", help="default: one a core")
+    parser.add_argument("--sessions", type=whole, metavar="N", help="how many at once (1)")
+    parser.add_argument(
+        "--accuracy-level",
+        type=int,
+        choices=(1, 4),
+        help="1: float activations, 4: int8 (default: what the model says)",
+    )
+    parser.add_argument(
+        "--target", default="auto", metavar="auto|NAME|FILE", help="what to compile for"
+    )
+    parser.add_argument(
+        "--policy",
+        choices=("cpu", "tensor", "layer", "ffn", "expert", "gpu", "stream"),
+        help="how units are placed; only cpu for now",
+    )
+    parser.add_argument("--dump", type=Path, metavar="DIR", help="write every stage's artefact")
+    parser.add_argument("--stop-after", metavar="STAGE", help="end after a stage")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    for flag in ("--vram", "--ram", "--disk", "--headroom", "--prompt-share"):
+        parser.add_argument(flag, action=NotYet, instead=_NO_GPU)
+    return parser
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Do it."""
+    model = existing(args.model, "model", ModelError)
+    if model.suffix == ".gguf":
+        folder = model.with_suffix("")
+        raise UsageError(
+            f"{model}: a GGUF file; convert it first: atsc convert {model} -o {folder}/model.onnx"
+        )
+    _check_target(args.target)
+    from atsc.compiler import plan
+    from atsc.compiler.driver import CompileOptions, compile_model
+
+    given = {
+        "ctx": args.ctx,
+        "chunk": args.chunk,
+        "threads": args.threads,
+        "sessions": args.sessions,
+        "accuracy_level": args.accuracy_level,
+        "policy": args.policy,
+        "stop_after": args.stop_after,
+        "output": args.output,
+    }
+    options = CompileOptions(
+        model=model,
+        target=args.target,
+        **{key: value for key, value in given.items() if value is not None},
+    )
+    watcher = Watcher(console, args.dump)
+    begin = time.monotonic()
+    output = compile_model(options, watcher)
+    seconds = time.monotonic() - begin
+    manifest = plan.load(output) if output else None
+    document = {
+        "plan": str(output) if output else None,
+        "plan_id": manifest.plan_id if manifest else None,
+        "seconds": round(seconds, 3),
+        "stages": [{"name": name, "seconds": round(took, 3)} for name, took in watcher.stages],
+        "weights_bytes": manifest.memory.weights_bytes if manifest else None,
+        "peak_bytes": manifest.memory.peak_bytes if manifest else None,
+    }
+    console.result(document, _text(output, manifest, watcher, seconds))
+    return 0
+
+
+class Watcher:
+    """Observes a compilation: lines, progress bars and dumps."""
+
+    def __init__(self, console: Console, dump_dir: Path | None) -> None:
+        self.stages: list[tuple[str, float]] = []
+        self._console = console
+        self._dump_dir = dump_dir
+        if dump_dir:
+            dump_dir.mkdir(parents=True, exist_ok=True)
+
+    def on_stage(self, index: int, name: str, artifact: object, seconds: float) -> None:
+        """Say it with `-v`, write it with `--dump`."""
+        self.stages.append((name, seconds))
+        if self._console.verbose:
+            self._console.note(f"{index + 1} {name:<12} {seconds:7.2f} s  {_summary(artifact)}")
+        if self._dump_dir:
+            text = _printed(artifact) + "\n"
+            (self._dump_dir / f"{index + 1:02}-{name}.txt").write_text(text, "utf-8")
+
+    def on_progress(self, what: str, done: int, total: int) -> None:
+        """Move the progress bar."""
+        self._console.progress(what, done, total)
+
+
+def _check_target(spec: str) -> None:
+    """Kernels of every level are in every plan; a target must only have the lowest one."""
+    from atsc.compiler.isa import ISA_FLAGS
+    from atsc.targets.target import resolve
+
+    levels = list(ISA_FLAGS)
+    target = resolve(spec)
+    if target.isa not in levels or levels.index(target.isa) < levels.index("x86-64-v3"):
+        raise UsageError(
+            f"--target {spec}: its CPU is {target.isa}, and kernels need x86-64-v3 (AVX2); "
+            "choose another target"
+        )
+
+
+def _summary(artifact: object) -> str:
+    """What a stage made, in a few words: the sizes of whatever it holds."""
+    if isinstance(artifact, Path):
+        return str(artifact)
+    fields = getattr(type(artifact), "__dataclass_fields__", {})
+    parts = []
+    for name in fields:
+        value = getattr(artifact, name)
+        if hasattr(value, "__len__") and not isinstance(value, str):
+            parts.append(f"{len(value)} {name.replace('_', ' ')}")
+    return ", ".join(parts)
+
+
+def _printed(artifact: object) -> str:
+    from atsc.compiler.ir import Graph
+    from atsc.compiler.text import print_graph
+
+    if isinstance(artifact, Graph):
+        return print_graph(artifact)
+    if isinstance(artifact, Path):
+        return str(artifact)
+    # Addresses differ from run to run, and dumps are there to be compared.
+    return re.sub(r" at 0x[0-9a-f]+", "", pprint.pformat(artifact, width=100))
+
+
+def _text(output: Path | None, manifest: Manifest | None, watcher: Watcher, seconds: float) -> str:
+    if output is None or manifest is None:
+        return f"stopped after {watcher.stages[-1][0]}, {seconds:.1f} s"
+    return (
+        f"{output}: {manifest.model.name}, {format_size(manifest.memory.weights_bytes)} of weights "
+        f"in {len(manifest.units)} units, context {manifest.options.ctx}, "
+        f"{format_size(manifest.memory.peak_bytes)} at the peak, compiled in {seconds:.1f} s\n"
+        f'run it with: atsc run {output} -p "Hello"'
+    )

@@ -1,0 +1,39 @@
+"""`atsc convert`: a GGUF file as ONNX, without loss, with its tokenizer beside it."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+from atsc.compiler.commands.console import Console, existing
+from atsc.compiler.errors import ModelError, UsageError
+
+
+def add(parsers: Any) -> argparse.ArgumentParser:
+    """Declare the flags."""
+    parser: argparse.ArgumentParser = parsers.add_parser(
+        "convert", help="convert GGUF to ONNX", description=__doc__, allow_abbrev=False
+    )
+    parser.add_argument("model", type=Path, metavar="MODEL.gguf")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="MODEL.onnx")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    return parser
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Do it."""
+    source = existing(args.model, "GGUF file", ModelError)
+    if args.output.suffix != ".onnx":
+        raise UsageError(f"-o {args.output}: give the name of an .onnx file")
+    from atsc.compiler.importers.gguf import convert_gguf
+
+    begin = time.monotonic()
+    convert_gguf(source, args.output, progress=console.progress)
+    seconds = time.monotonic() - begin
+    console.result(
+        {"source": str(source), "model": str(args.output), "seconds": round(seconds, 3)},
+        f"{args.output} written in {seconds:.1f} s; compile it with: atsc compile {args.output}",
+    )
+    return 0
