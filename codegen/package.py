@@ -131,7 +131,7 @@ class PlanFolder:
         size, time of change) and its checksums prove that it is undamaged.
 
         Args:
-            units: what goes where; the file ends at a multiple of 4096.
+            units: what goes where; the file ends with the last one.
             source_files: the model's files; without any, nothing is linked.
             progress: told how many bytes are done.
         """
@@ -192,8 +192,7 @@ class PlanFolder:
     def _stream_weights(
         self, units: Sequence[StoredUnit], key: str, progress: plan.Progress | None
     ) -> WeightsFile:
-        end = units[-1].offset + units[-1].bytes if units else 0
-        total = layout.align(end, layout.UNIT_ALIGNMENT)
+        total = units[-1].offset + units[-1].bytes if units else 0
         free = shutil.disk_usage(self.path).free
         if free < total:
             raise PlanError(
@@ -218,7 +217,6 @@ class PlanFolder:
                     if progress:
                         progress("writing weights", position, total)
                 crc32s.append(crc32)
-            append(bytes(total - position))
         self._files[WEIGHTS] = plan.File(position, digest.hexdigest())
         return WeightsFile(position, tuple(crc32s), key, False)
 

@@ -46,8 +46,8 @@ def storage_of(*units: tuple[str, list[Weight]]) -> Storage:
             stored = layout.store(weight, tiled=True)
             placed.append((stored, end))
             end += stored.num_bytes
-        laid.append(StoredUnit(name, (name,), begin, end - begin, tuple(placed)))
-    return Storage(tuple(laid), {}, layout.align(end, layout.UNIT_ALIGNMENT))
+        laid.append(StoredUnit("weights", name, (name,), begin, end - begin, tuple(placed)))
+    return Storage(tuple(laid), {}, end)
 
 
 def small_storage(seed: int = 0) -> Storage:
@@ -99,7 +99,7 @@ def test_a_plan_is_written_and_checks(tmp_path: Path) -> None:
     manifest = plan.check(output, full=True)
     assert names(tmp_path) == [output.name]
     assert list(manifest.files) == ["libplan.so", "weights.bin"]
-    assert seen[-1][2] == manifest.files["weights.bin"].bytes == 8192
+    assert seen[-1][2] == manifest.files["weights.bin"].bytes == small_storage().num_bytes
     assert (output.stat().st_mode & 0o777) == 0o777 & ~current_umask()
 
 
@@ -132,8 +132,8 @@ def test_weights_lie_where_the_layout_says(tmp_path: Path) -> None:
 
 def test_a_layout_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     stored = layout.store(int4_weight("w", 8, 64), tiled=True)
-    relative = StoredUnit("u", (), 4096, stored.num_bytes, ((stored, 0),))
-    short = StoredUnit("u", (), 0, 64, ((stored, 0),))
+    relative = StoredUnit("weights", "u", (), 4096, stored.num_bytes, ((stored, 0),))
+    short = StoredUnit("weights", "u", (), 0, 64, ((stored, 0),))
     for unit, message in ((relative, "is laid out at 0, which is before 4096"), (short, "beyond")):
         with (
             pytest.raises(CodegenError, match=message),
@@ -333,7 +333,7 @@ units, end = [], 0
 for index in range(count):
     weight = Weight(f"w{index}", (rows, width), BlockFormat(4, 32, False), parts)
     stored = layout.store(weight, tiled=True)
-    units.append(StoredUnit(weight.name, (), end, stored.num_bytes, ((stored, end),)))
+    units.append(StoredUnit('weights', weight.name, (), end, stored.num_bytes, ((stored, end),)))
     end = layout.align(end + stored.num_bytes, 4096)
 
 def anonymous():
