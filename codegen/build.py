@@ -16,7 +16,7 @@ from atsc.compiler.ir import Graph, Node
 from atsc.compiler.ops import op_of
 
 Progress = Callable[[str, int, int], None]
-RUNTIME_FLAGS = ("-march=x86-64", "-mtune=generic")
+RUNTIME_FLAGS = ("-march=x86-64", "-mtune=generic", "-fexceptions")
 VERSION_SCRIPT = RUNTIME_SOURCES / "exports.map"
 
 
