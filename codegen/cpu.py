@@ -96,7 +96,7 @@ def kernels_of(
         CodegenError: there is no template at all.
     """
     stem = op.templates[0 if few_rows else -1]
-    params = _params(op, attrs, operands, outputs, few_rows)
+    params = template_params(op, attrs, operands, outputs, few_rows)
     found = {
         isa.name: _kernel(stem, isa, params)
         for isa in ISA_LEVELS
@@ -123,6 +123,11 @@ def translation_units(kernels: Iterable[Kernel]) -> list[Unit]:
 
 
 def _kernel(stem: str, isa: IsaLevel, params: Mapping[str, Any]) -> Kernel:
+    return Kernel(stem, isa, f"{symbol_stem(stem, params)}__{isa.name}", params)
+
+
+def symbol_stem(stem: str, params: Mapping[str, Any]) -> str:
+    """A kernel's name without its level: types, template, size, digest of all parameters."""
     digest = hashlib.sha256(json.dumps(params, sort_keys=True).encode()).hexdigest()[:8]
     matrix = params["matrix"]
     if matrix:
@@ -133,16 +138,17 @@ def _kernel(stem: str, isa: IsaLevel, params: Mapping[str, Any]) -> Kernel:
         shape = (
             f"{next(iter(params['kind'].values()))}_{stem}_{next(iter(params['width'].values()))}"
         )
-    return Kernel(stem, isa, f"{shape}_{digest}__{isa.name}", params)
+    return f"{shape}_{digest}"
 
 
-def _params(
+def template_params(
     op: OpDef,
     attrs: Mapping[str, AttrValue],
     operands: Sequence[Operand],
     outputs: Sequence[bool],
     few_rows: bool,
 ) -> dict[str, Any]:
+    """What the templates of every backend see of a node; the head of this module lists it."""
     slots = [name.rstrip("?") for name in op.inputs]
     by_slot = dict(zip(slots, [*operands, *[None] * len(slots)], strict=False))
     matrix = by_slot.get(op.matrix_slot)

@@ -195,7 +195,7 @@ def run(
 
     capacity = 0
     if op.name == "attention":
-        capacity, caches = _fill_caches(op, sample, rows)
+        capacity, caches = fill_caches(op, sample, rows)
         args.k_cache, args.v_cache = (cache.ctypes.data for cache in caches)
         args.kv_capacity = capacity
     if op.name == "select_rows":
@@ -218,7 +218,7 @@ def run(
         else:
             results.append(memory.view(np.float32).reshape(rows, width))
     if op.name == "attention":
-        results.append(_read_caches(op, sample, rows, caches))
+        results.append(read_caches(op, sample, rows, caches))
     return tuple(results)
 
 
@@ -228,7 +228,7 @@ def _capacity(op: OpDef, sample: Sample, rows: int) -> int:
     return min(total, window + rows) if window else total + 5
 
 
-def _fill_caches(op: OpDef, sample: Sample, rows: int) -> tuple[int, list[np.ndarray]]:
+def fill_caches(op: OpDef, sample: Sample, rows: int) -> tuple[int, list[np.ndarray]]:
     attrs = op.complete(sample.attrs)
     capacity = _capacity(op, sample, rows)
     caches = []
@@ -243,7 +243,7 @@ def _fill_caches(op: OpDef, sample: Sample, rows: int) -> tuple[int, list[np.nda
     return capacity, caches
 
 
-def _read_caches(op: OpDef, sample: Sample, rows: int, caches: list[np.ndarray]) -> Any:
+def read_caches(op: OpDef, sample: Sample, rows: int, caches: list[np.ndarray]) -> Any:
     """The new tokens' K and V, [rows, kv_heads, head_size] each."""
     places = [(sample.position + row) % caches[0].shape[1] for row in range(rows)]
     return tuple(cache[:, places].transpose(1, 0, 2).astype(np.float32) for cache in caches)
