@@ -21,7 +21,7 @@ from atsc.compiler.importers.onnx import (
     shape_rules,
 )
 from atsc.compiler.importers.onnx.lowering import Lowering, Rule, lower_node
-from atsc.compiler.importers.onnx.model_file import open_model, read_json
+from atsc.compiler.importers.onnx.model_file import is_readable, open_model, read_json
 from atsc.compiler.importers.onnx.operands import INTEGERS, Constant, Ints, Rows, Symbol, Unknown
 from atsc.compiler.invariants import check_graph, infer_values
 from atsc.compiler.ir import TOKENS, DType, Graph, ModelInfo, TensorType, Value
@@ -113,12 +113,12 @@ def _bind_constant(lowering: Lowering, node: onnx_ir.Node) -> None:
 
 def _bind_tensor(lowering: Lowering, name: str, tensor: onnx_ir.TensorProtocol) -> None:
     shape = tuple(tensor.shape.numpy())
-    try:
-        source = lowering.file.source(tensor)
-    except ModelError as error:
-        lowering.report(name, "tensor", str(error))
+    if not is_readable(tensor):
+        reason = f"elements of type {tensor.dtype.name} are not supported"
+        lowering.report(name, "constant", reason)
         lowering.bind(name, Unknown())
         return
+    source = lowering.file.source(tensor)
     if tensor.dtype in INTEGERS and tensor.size <= _MAX_INTS:
         lowering.bind(name, Ints.of(source.read()))
     else:

@@ -163,7 +163,7 @@ class Lowering:
         if not self._problems:
             return
         count = sum(map(len, self._problems.values()))
-        lines = [f"{self.file.path}: not supported: {count} node{'s' * (count > 1)}"]
+        lines = [f"{self.file.path}: not supported ({count}):"]
         for (subject, reason), names in self._problems.items():
             lines.append(f"  {subject}: {reason}: {', '.join(names)}")
         raise ModelError("\n".join(lines))

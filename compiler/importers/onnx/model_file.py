@@ -60,16 +60,15 @@ class ModelFile:
         """A tensor as a lazy array; 4-bit integers as bytes [ceil(elements / 2)], low nibble first.
 
         Raises:
-            ModelError: an element type without meaning for weights, or damaged external data.
+            ModelError: the external data is missing, damaged or outside the model's folder.
         """
+        assert is_readable(tensor)
         shape = tuple(tensor.shape.numpy())
         if tensor.dtype in _NIBBLES:
             dtype, code = DType.U8, "u1"
             shape = ((_num_elements(shape) + 1) // 2,)
-        elif tensor.dtype in _STORED:
-            dtype, code = _STORED[tensor.dtype]
         else:
-            raise ModelError(f"tensor {tensor.name} has element type {tensor.dtype.name}")
+            dtype, code = _STORED[tensor.dtype]
         if isinstance(tensor, onnx_ir.ExternalTensor):
             raw = self._external_bytes(tensor, _num_elements(shape) * np.dtype(code).itemsize)
             return ArraySource(dtype, shape, lambda: raw.view(code).reshape(shape))
@@ -118,6 +117,11 @@ class ModelFile:
                 ) from error
             self._mapped[path] = np.frombuffer(mapped, np.uint8)
         return self._mapped[path]
+
+
+def is_readable(tensor: onnx_ir.TensorProtocol) -> bool:
+    """Whether the element type has a meaning for weights or sizes."""
+    return tensor.dtype in _STORED or tensor.dtype in _NIBBLES
 
 
 def open_model(path: Path) -> ModelFile:

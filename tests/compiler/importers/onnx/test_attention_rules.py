@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from mini_decoder import MICROSOFT, MiniDecoder
 from onnx import TensorProto, helper
 
 from atsc.passes.fuse_attention import FuseAttention
-from mini_decoder import MICROSOFT, MiniDecoder
 
 FEW = settings(max_examples=25, deadline=None, derandomize=True)
 ROUNDS = [np.arange(11), np.array([4]), np.array([2, 9, 9]), np.array([0])]

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from mini_decoder import MICROSOFT, MiniDecoder
 from onnx import TensorProto
 
 from atsc.compiler.errors import ModelError
 from atsc.compiler.ir import BlockFormat, DType, FloatFormat
-from mini_decoder import MICROSOFT, MiniDecoder
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 FEW = settings(max_examples=25, deadline=None, derandomize=True)

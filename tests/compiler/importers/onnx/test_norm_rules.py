@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from mini_decoder import MICROSOFT, MiniDecoder
 
 FEW = settings(max_examples=15, deadline=None, derandomize=True)
