@@ -31,22 +31,23 @@ Executor::Executor(const Plan& plan, const std::byte* weights, uint32_t isa_leve
   token_ids_ = Mapping::anonymous(sizeof(int32_t) * plan.chunk, false, "token ids");
   logit_rows_ = Mapping::anonymous(sizeof(int32_t) * plan.max_logit_rows, false, "row numbers");
   steps_.reserve(static_cast<size_t>(plan.num_nodes));
-  for (int level = 0; level < kNumIsaLevels; ++level) {
-    if (isa_levels >> level & 1) highest_isa_level_ = level;
-  }
   for (int index = 0; index < plan.num_nodes; ++index) {
     kernel_of(plan.nodes[index], Amount::kFew);  // fails if there is none
+    kernel_of(plan.nodes[index], Amount::kMany);
   }
 }
 
-const CpuKernel* Executor::kernel_of(const NodeEntry& node, Amount amount) const {
+const CpuKernel* Executor::kernel_of(const NodeEntry& node, Amount amount) {
   for (int level = kNumIsaLevels - 1; level >= 0; --level) {
     if (!(isa_levels_ >> level & 1)) continue;
-    const CpuKernel* few = node.few_rows[level];
-    const CpuKernel* many = node.many_rows[level];
-    const CpuKernel* wanted = amount == Amount::kFew ? few : many;
-    if (wanted != nullptr) return wanted;
-    if (few != nullptr || many != nullptr) return few != nullptr ? few : many;
+    for (const bool few : {amount == Amount::kFew, amount != Amount::kFew}) {
+      const CpuKernel* const* kernels = few ? node.few_rows : node.many_rows;
+      // A level that repeats the one below has no kernel of its own, and this CPU may lack that one.
+      if (kernels[level] == nullptr) continue;
+      if (level > 0 && kernels[level] == kernels[level - 1]) break;
+      highest_isa_level_ = std::max(highest_isa_level_, level);
+      return kernels[level];
+    }
   }
   fail(ATSC_PLAN_ERROR, "node %s (%s) has no kernel for this CPU: compile the model again",
        node.name, node.op);

@@ -49,6 +49,7 @@ class Executor {
   // False: cancelled between two steps; the caches then hold part of the round.
   bool run(const Round& round);
 
+  // The highest level of which a kernel is in use.
   int highest_isa_level() const { return highest_isa_level_; }
 
  private:
@@ -89,7 +90,7 @@ class Executor {
   Program make_program(Amount tokens, Amount logits);
   Instruction make_instruction(const NodeEntry& node, Amount amount,
                                std::vector<bool>& is_private);
-  const CpuKernel* kernel_of(const NodeEntry& node, Amount amount) const;
+  const CpuKernel* kernel_of(const NodeEntry& node, Amount amount);
   const void* place(const Operand& operand, const std::vector<bool>& is_private);
   Scratch scratch_for(const CpuKernel* kernel, const NodeEntry& node, bool replicated);
   void bind(Program& program, const Round& round);
