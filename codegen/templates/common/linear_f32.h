@@ -42,8 +42,9 @@ template <class Layer>
 static inline __m256i load_words(const Operands<Layer>& at, int64_t tile, int64_t slab, int g) {
   constexpr bool kInt4 = Layer::kFormat == Format::int4;
   const auto* p = static_cast<const uint8_t*>(at.codes) +
-                  (tile * num_slabs<Layer>() + slab) * (kInt4 ? 128 : 256);
-  const __m256i words = load_bytes(p + 32 * g);
+                  (tile * num_slabs<Layer>() + slab) * slab_bytes<Layer>() + 32 * g;
+  if (g % 2 == 0) prefetch_ahead<64>(p);
+  const __m256i words = load_bytes(p);
   return kInt4 ? words : _mm256_xor_si256(words, _mm256_set1_epi8(-128));  // raw codes
 }
 
@@ -143,6 +144,7 @@ static inline __m256 gemv_f32(const Operands<Layer>& at, int64_t tile, const flo
   for (__m256& sum : sums) sum = _mm256_setzero_ps();
   int64_t k = 0;
   for (; k + 8 <= Layer::kInputs; k += 8) {
+    prefetch_ahead<256>(w + k * kTileRows);
 #pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) {
       sums[i] = _mm256_fmadd_ps(_mm256_loadu_ps(w + (k + i) * kTileRows),
@@ -165,6 +167,7 @@ template <class Layer>
 static inline TwoColumns load_pair(const Operands<Layer>& at, int64_t tile, int64_t pair) {
   const auto* p = static_cast<const uint16_t*>(at.codes) +
                   (tile * ((Layer::kInputs + 1) / 2) + pair) * 2 * kTileRows;
+  if (pair % 2 == 0) prefetch_ahead<64>(p);
   const __m256i both = load_bytes(p);
   if constexpr (Layer::kFormat == Format::bf16) {
     return {_mm256_castsi256_ps(_mm256_slli_epi32(both, 16)),

@@ -32,14 +32,10 @@ static inline Q8Row q8_row(const Q8View& x, int64_t index) {
 }
 
 template <class Layer>
-constexpr int64_t slab_bytes() {
-  return Layer::kFormat == Format::int4 ? 128 : 256;
-}
-
-template <class Layer>
 static inline Q8Slab<Layer> load_slab(const Operands<Layer>& at, int64_t tile, int64_t slab) {
   const auto* p = static_cast<const uint8_t*>(at.codes) +
                   (tile * num_slabs<Layer>() + slab) * slab_bytes<Layer>();
+  prefetch_ahead<slab_bytes<Layer>()>(p);
   Q8Slab<Layer> loaded;
   if constexpr (Layer::kFormat == Format::int4) {
     const __m256i low = _mm256_set1_epi8(15);
@@ -71,6 +67,7 @@ static inline __m256i dot(const __m256i* codes, const int8_t* x) {
     if constexpr (Layer::kFormat == Format::int4) {
       const __m256i products = _mm256_maddubs_epi16(codes[i], four);
       sum = i == kFirst ? products : _mm256_add_epi16(sum, products);
+      asm("" : "+x"(sum));  // in this order: all broadcasts at once would spill the codes
     } else {
       const __m256i size = _mm256_abs_epi8(codes[i]);
       const __m256i products = _mm256_maddubs_epi16(size, _mm256_sign_epi8(four, codes[i]));
