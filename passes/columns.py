@@ -54,7 +54,7 @@ def _split(readers: Readers, node: Node, weights: dict[str, Weight]) -> list[Nod
             columns,
             maker.replace(name=node.name, inputs=(part, constant), outputs=node.outputs),
         ]
-    made_by = "an input" if maker is None else f"a {maker.op} ({maker.name})"
+    made_by = "an input" if maker is None else f"{maker.op} ({maker.name})"
     raise ModelError(
         f"node {node.name}: columns of the output of {made_by} are not supported, "
         "only of a projection's"

@@ -113,10 +113,11 @@ def _cost(attrs: Attrs, inputs: Sequence[Operand], rows: int, context: int) -> C
 
 def _samples() -> Iterator[Sample]:
     rng = np.random.default_rng(0)
-    for size in (64, 80, 96, 128, 256):
-        for rows, past in ((1, 0), (1, 300), (3, 17), (40, 0), (64, 100)):
-            for window, softcap in ((0, 0.0), (24, 30.0), (rows + past, 0.0)):
-                yield _sample(rng, 6, 2, size, rows, past, window, softcap)
+    shapes = ((6, 2, 64, 0), (6, 2, 80, 24), (3, 3, 96, 0), (8, 2, 128, 24), (4, 1, 256, 0))
+    for heads, kv_heads, size, window in shapes:
+        softcap = 30.0 if size == 80 else 0.0
+        for rows, past in ((1, 0), (1, 23), (1, 300), (3, 17), (8, 40), (17, 0), (64, 100)):
+            yield _sample(rng, heads, kv_heads, size, rows, past, window, softcap)
     yield _sample(rng, 4, 4, 64, 5, 5, 0, 0.0, rotary_dim=32, interleaved=True)
     yield _sample(rng, 4, 1, 64, 20, 0, 8, 0.0, norm=True)
     yield _sample(rng, 8, 2, 64, 1, 70, 0, 0.0, norm=True, sinks=True)

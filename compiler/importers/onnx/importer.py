@@ -60,7 +60,10 @@ def import_onnx(path: Path, *, accuracy_level: int | None = None) -> Graph:
         if initializer.const_value is None:
             raise ModelError(f"{file.path}: initializer {initializer.name} has no data")
         _bind_tensor(lowering, initializer.name or "", initializer.const_value)
-    graph.sort()
+    try:
+        graph.sort()
+    except ValueError as error:
+        raise ModelError(f"{file.path}: its nodes cannot be put in order ({error})") from error
     for node in graph:
         if node.op_type == "Constant" and not node.domain:
             _bind_constant(lowering, node)

@@ -111,6 +111,7 @@ class Lowering:
         self.rope_rows: list[int] = []
         """Positions that each table of angles covers."""
         self._weight_of: dict[tuple[object, ...], str] = {}
+        self._node_names: set[str] = set()
         self._problems: dict[tuple[str, str], list[str]] = {}
 
     def emit(
@@ -119,6 +120,9 @@ class Lowering:
         """Append a canonical node with one output; absent trailing inputs are dropped."""
         while inputs and not inputs[-1]:
             inputs = inputs[:-1]
+        # ONNX does not ask for unique node names; the output's name is unique.
+        name = f"{name}#{output}" if name in self._node_names else name
+        self._node_names.add(name)
         self.nodes.append(Node(op, name, inputs, (output,), attrs))
 
     def bind(self, output: str, operand: Operand) -> None:
