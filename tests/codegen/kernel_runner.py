@@ -1,24 +1,35 @@
-"""Compiles the kernels of an operator's samples into one library and runs them by ctypes."""
+"""Compiles the kernels of an operator's samples into one library and runs them by ctypes.
+
+A run checks what kernel.h promises besides the result: nothing is written around the outputs or to
+other tokens of the cache, scratch beyond the counters may hold anything, and counters end at zero.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Iterable
-from dataclasses import dataclass
+import random
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from atsc.codegen.cpu import MATRIX_POINTERS, IsaLevel, Kernel, kernels_of, translation_units
-from atsc.codegen.layout import StoredWeight, is_tiled_by, part_chunks, store
+from atsc.codegen.layout import StoredWeight, is_tiled_by, part_chunks, store, value_bytes
 from atsc.codegen.toolchain import compile_units, link_library
 from atsc.compiler.ir import DType, TensorType, Weight
 from atsc.compiler.ops import OpDef, RoundState, Sample
 from atsc.compiler.ops.quantize import BLOCK, Q8Array
 
 MAX_INPUTS, MAX_OUTPUTS = 20, 2
+COUNTER_BYTES = 4096
+"""templates/common/scratch.h kCounterBytes."""
+GUARD_BYTES = 256
+"""Poison on either side of what a kernel writes."""
+POISON = 0xCD
 
 
 class KernelArgs(ctypes.Structure):
@@ -51,10 +62,27 @@ class CpuKernel(ctypes.Structure):
 
 
 def aligned(num_bytes: int) -> np.ndarray:
-    """Zeroed bytes at a 64-byte boundary, with a guard of 64 bytes behind."""
+    """Zeroed bytes at a 64-byte boundary."""
     raw = np.zeros(num_bytes + 128, np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start : start + num_bytes]
+
+
+class Guarded:
+    """Poisoned bytes at a 64-byte boundary, between two guards that must stay as they are."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.whole = aligned(num_bytes + 2 * GUARD_BYTES)
+        self.whole[:] = POISON
+        self.bytes = self.whole[GUARD_BYTES : GUARD_BYTES + num_bytes]
+
+    @property
+    def pointer(self) -> int:
+        return self.bytes.ctypes.data
+
+    def check(self, what: str) -> None:
+        for guard in (self.whole[:GUARD_BYTES], self.whole[GUARD_BYTES + len(self.bytes) :]):
+            assert (guard == POISON).all(), f"{what}: written outside"
 
 
 def q8_bytes(value: Q8Array) -> np.ndarray:
@@ -84,12 +112,26 @@ def q8_value(memory: np.ndarray, rows: int, width: int) -> tuple[Q8Array, np.nda
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A sample with its kernel and stored weights."""
+    """A sample with its kernel and stored weights; `outputs` says which outputs it writes."""
 
     op: OpDef
     sample: Sample
     kernel: Kernel
     stored: tuple[StoredWeight | None, ...]
+    outputs: tuple[bool, ...] = (True, True)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How a domain is cut into pieces and who runs them."""
+
+    pieces: int = 3
+    threads: int = 2
+    """What KernelArgs::num_threads says."""
+    seed: int = 0
+    """Of the order of the pieces."""
+    concurrent: bool = False
+    """Whether so many threads run the pieces at the same time."""
 
 
 def type_of(operand: Any) -> TensorType | Weight | None:
@@ -101,7 +143,9 @@ def type_of(operand: Any) -> TensorType | Weight | None:
     return TensorType(dtype, operand.shape)
 
 
-def prepare(op: OpDef, sample: Sample, isa: IsaLevel) -> Prepared | None:
+def prepare(
+    op: OpDef, sample: Sample, isa: IsaLevel, outputs: Sequence[bool] | None = None
+) -> Prepared | None:
     """The kernel that serves a sample on one ISA level; None if the level has no template."""
     stored = tuple(
         store(operand, is_tiled_by(operand, op.name == "linear"))
@@ -114,10 +158,10 @@ def prepare(op: OpDef, sample: Sample, isa: IsaLevel) -> Prepared | None:
     operands = [s or type_of(operand) for s, operand in zip(stored, sample.inputs, strict=True)]
     rows = num_rows(sample)
     few = rows <= 8
-    outputs = [True] * len(op.outputs)
-    kernels = kernels_of(op, sample.attrs, operands, outputs, few)
+    wanted = tuple(outputs or [True] * len(op.outputs))
+    kernels = kernels_of(op, sample.attrs, operands, wanted, few)
     kernel = kernels.get(isa.name)
-    return Prepared(op, sample, kernel, stored) if kernel else None
+    return Prepared(op, sample, kernel, stored, wanted) if kernel else None
 
 
 def num_rows(sample: Sample) -> int:
@@ -138,10 +182,10 @@ def build(prepared: Iterable[Prepared], folder: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-def reference(prepared: Prepared) -> tuple[Any, ...]:
+def reference(prepared: Prepared, logit_rows: np.ndarray | None = None) -> tuple[Any, ...]:
     """What the operator's reference says, and the cache that it leaves."""
     op, sample = prepared.op, prepared.sample
-    state = RoundState(position=sample.position, caches=past_caches(op, sample))
+    state = RoundState(sample.position, logit_rows, past_caches(op, sample))
     outputs = op.reference(op.complete(sample.attrs), sample.inputs, state)
     return (*outputs, state.caches)
 
@@ -157,69 +201,111 @@ def past_caches(op: OpDef, sample: Sample) -> dict[int, tuple[np.ndarray, np.nda
     return {int(attrs["layer"]): (rounded[0], rounded[1])}
 
 
-def run(
-    prepared: Prepared, library: ctypes.CDLL, pieces: int = 3, threads: int = 2
-) -> tuple[Any, ...]:
-    """Run the kernel over its domain in several pieces, out of order; outputs like `reference`."""
-    op, sample, rows = prepared.op, prepared.sample, num_rows(prepared.sample)
-    kernel = CpuKernel.in_dll(library, prepared.kernel.symbol)
-    args, alive = KernelArgs(rows=rows, position=sample.position, num_threads=threads), []
+@dataclass(slots=True)
+class Call:
+    """A kernel's arguments and the memory that they point to."""
 
-    def pointer(data: np.ndarray) -> int:
+    args: KernelArgs
+    inputs: list[np.ndarray] = field(default_factory=list)
+    outputs: list[tuple[TensorType, Guarded | None]] = field(default_factory=list)
+    caches: list[np.ndarray] = field(default_factory=list)
+    scratch: Guarded | None = None
+
+    def pointer(self, data: np.ndarray) -> int:
+        """The address of an aligned copy."""
         memory = aligned(max(data.nbytes, 1))
         memory[: data.nbytes] = np.ascontiguousarray(data).view(np.uint8).ravel()
-        alive.append(memory)
+        self.inputs.append(memory)
         return memory.ctypes.data
 
-    index = 0
+
+def run(
+    prepared: Prepared,
+    library: ctypes.CDLL,
+    schedule: Schedule | None = None,
+    logit_rows: np.ndarray | None = None,
+) -> tuple[Any, ...]:
+    """Run the kernel over its domain as the schedule says; outputs like `reference`.
+
+    An output that is not wanted comes as None.
+    """
+    schedule = schedule or Schedule()
+    kernel = CpuKernel.in_dll(library, prepared.kernel.symbol)
+    call = _call_of(prepared, kernel, schedule, logit_rows)
+    before = [cache.copy() for cache in call.caches]
+    _run_pieces(kernel, call.args, schedule)
+    for cache, old in zip(call.caches, before, strict=True):
+        _check_other_tokens(prepared.sample, cache, old)
+    if call.scratch:
+        call.scratch.check("scratch")
+        assert not call.scratch.bytes[:COUNTER_BYTES].any(), "counters are left above zero"
+    rows = int(call.args.rows)
+    results = [_result(kind, memory, rows) for kind, memory in call.outputs]
+    if call.caches:
+        results.append(read_caches(prepared.op, prepared.sample, rows, call.caches))
+    return tuple(results)
+
+
+def _call_of(
+    prepared: Prepared, kernel: CpuKernel, schedule: Schedule, logit_rows: np.ndarray | None
+) -> Call:
+    op, sample, rows = prepared.op, prepared.sample, num_rows(prepared.sample)
+    if op.name == "select_rows":
+        logit_rows = np.arange(rows) if logit_rows is None else logit_rows
+        rows = len(logit_rows)
+    call = Call(KernelArgs(rows=rows, position=sample.position, num_threads=schedule.threads))
+    args, index = call.args, 0
     for slot, operand, stored in zip(op.inputs, sample.inputs, prepared.stored, strict=False):
         if stored is not None:
             for offset, part in enumerate(stored.parts):
                 chunks = [chunk.view(np.uint8).ravel() for chunk in part_chunks(stored, part)]
-                args.inputs[index + offset] = pointer(np.concatenate(chunks))
+                args.inputs[index + offset] = call.pointer(np.concatenate(chunks))
         elif isinstance(operand, Q8Array):
-            args.inputs[index] = pointer(q8_bytes(operand))
+            args.inputs[index] = call.pointer(q8_bytes(operand))
         elif operand is not None:
-            args.inputs[index] = pointer(operand)
+            args.inputs[index] = call.pointer(operand)
         index += MATRIX_POINTERS if slot.rstrip("?") == op.matrix_slot else 1
 
     types = op.infer(op.complete(sample.attrs), [type_of(operand) for operand in sample.inputs])
-    memories = []
-    for place, kind in enumerate(types):
-        width = int(kind.shape[-1])
-        size = (-(-width // BLOCK) * 44 if kind.dtype is DType.Q8 else width * 4) * rows
-        memory = aligned(size)
-        memory[:] = 0xCD
-        memories.append(memory)
-        args.outputs[place] = memory.ctypes.data
-
-    capacity = 0
+    for place, (kind, wanted) in enumerate(zip(types, prepared.outputs, strict=False)):
+        memory = Guarded(value_bytes(kind.dtype, rows, int(kind.shape[-1]))) if wanted else None
+        call.outputs.append((kind, memory))
+        args.outputs[place] = memory.pointer if memory else None
     if op.name == "attention":
-        capacity, caches = fill_caches(op, sample, rows)
-        args.k_cache, args.v_cache = (cache.ctypes.data for cache in caches)
-        args.kv_capacity = capacity
-    if op.name == "select_rows":
-        wanted = np.arange(rows, dtype=np.int32)
-        args.logit_rows = wanted.ctypes.data
+        args.kv_capacity, call.caches = fill_caches(op, sample, rows)
+        args.k_cache, args.v_cache = (cache.ctypes.data for cache in call.caches)
+    if logit_rows is not None:
+        args.logit_rows = call.pointer(logit_rows.astype(np.int32))
     if kernel.scratch_bytes:
-        scratch = aligned(kernel.scratch_bytes(rows, capacity, threads))
-        args.scratch = scratch.ctypes.data
+        num_bytes = kernel.scratch_bytes(rows, args.kv_capacity, schedule.threads)
+        call.scratch = Guarded(num_bytes)
+        call.scratch.bytes[:COUNTER_BYTES] = 0
+        args.scratch = call.scratch.pointer
+    return call
 
+
+def _run_pieces(kernel: CpuKernel, args: KernelArgs, schedule: Schedule) -> None:
     domain = kernel.domain(args)
-    cuts = sorted({round(i * domain / pieces) for i in range(pieces + 1)})
-    for begin, end in reversed(list(itertools.pairwise(cuts))):
-        kernel.run(args, begin, end)
+    cuts = sorted({round(i * domain / schedule.pieces) for i in range(schedule.pieces + 1)})
+    pieces = list(itertools.pairwise(cuts))
+    random.Random(schedule.seed).shuffle(pieces)
+    if not schedule.concurrent:
+        for begin, end in pieces:
+            kernel.run(args, begin, end)
+        return
+    with ThreadPoolExecutor(schedule.threads) as pool:
+        for done in [pool.submit(kernel.run, args, *piece) for piece in pieces]:
+            done.result()
 
-    results: list[Any] = []
-    for kind, memory in zip(types, memories, strict=True):
-        width = int(kind.shape[-1])
-        if kind.dtype is DType.Q8:
-            results.append(q8_value(memory, rows, width))
-        else:
-            results.append(memory.view(np.float32).reshape(rows, width))
-    if op.name == "attention":
-        results.append(read_caches(op, sample, rows, caches))
-    return tuple(results)
+
+def _result(kind: TensorType, memory: Guarded | None, rows: int) -> Any:
+    if memory is None:
+        return None
+    memory.check("an output")
+    width = int(kind.shape[-1])
+    if kind.dtype is DType.Q8:
+        return q8_value(memory.bytes, rows, width)
+    return memory.bytes.view(np.float32).reshape(rows, width)
 
 
 def _capacity(op: OpDef, sample: Sample, rows: int) -> int:
@@ -229,18 +315,25 @@ def _capacity(op: OpDef, sample: Sample, rows: int) -> int:
 
 
 def fill_caches(op: OpDef, sample: Sample, rows: int) -> tuple[int, list[np.ndarray]]:
+    """The capacity, and K and V as rings of fp16 [kv_heads, capacity, head_size]; the rest NaN."""
     attrs = op.complete(sample.attrs)
     capacity = _capacity(op, sample, rows)
     caches = []
     for past in past_caches(op, sample)[int(attrs["layer"])]:
-        size = int(attrs["kv_heads"]) * capacity * int(attrs["head_size"])
-        memory = aligned(size * 2)
-        cache = memory.view(np.float16).reshape(int(attrs["kv_heads"]), capacity, -1)
+        shape = (int(attrs["kv_heads"]), capacity, int(attrs["head_size"]))
+        cache = aligned(int(np.prod(shape)) * 2).view(np.float16).reshape(shape)
         cache[...] = np.nan
-        for token in range(len(past)):
-            cache[:, token % capacity] = past[token]
+        tokens = np.arange(max(0, len(past) - capacity), len(past))
+        cache[:, tokens % capacity] = past[tokens].transpose(1, 0, 2)
         caches.append(cache)
     return capacity, caches
+
+
+def _check_other_tokens(sample: Sample, cache: np.ndarray, before: np.ndarray) -> None:
+    new = np.arange(sample.position, sample.position + num_rows(sample)) % cache.shape[1]
+    others = np.setdiff1d(np.arange(cache.shape[1]), new)
+    same = cache[:, others].view(np.uint16) == before[:, others].view(np.uint16)
+    assert same.all(), "old tokens of the cache are overwritten"
 
 
 def read_caches(op: OpDef, sample: Sample, rows: int, caches: list[np.ndarray]) -> Any:
