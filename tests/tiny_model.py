@@ -1,4 +1,4 @@
-"""The model of tiny/tiny_plan.cc in numpy, its weights, and building it into a plan folder."""
+"""The model of runtime/tiny/tiny_plan.cc in numpy, its weights, and a plan folder of it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ CONTEXT, CHUNK, MAX_LOGIT_ROWS, WINDOW, RING = 96, 12, 10, 4, 15
 EOS, GATE_TOKEN = 30, 31
 OFFSETS = (0, 4096, 8192, 12288)
 UNIT_NAMES = ("table", "w1", "w2", "head")
-SOURCE = Path(__file__).parent / "tiny" / "tiny_plan.cc"
-RUNTIME = Path(__file__).parents[2] / "runtime"
+SOURCE = Path(__file__).parent / "runtime" / "tiny" / "tiny_plan.cc"
+RUNTIME = Path(__file__).parents[1] / "runtime"
 
 F32Array = NDArray[np.float32]
 
@@ -65,9 +65,7 @@ def _attention(x: F32Array, window: int) -> F32Array:
     return mixed
 
 
-def objects(
-    plan_id: str = "tiny", factor: float = 1, *, flags: tuple[str, ...] = ()
-) -> list[Path]:
+def objects(plan_id: str = "tiny", factor: float = 1, *, flags: tuple[str, ...] = ()) -> list[Path]:
     """The compiled runtime and the tiny plan's tables and kernels."""
     crcs = ",".join(f"{zlib.crc32(part)}u" for part in make_weights().parts())
     defines = (
