@@ -117,15 +117,15 @@ def _samples() -> Iterator[Sample]:
     for heads, kv_heads, size, window in shapes:
         softcap = 30.0 if size == 80 else 0.0
         for rows, past in ((1, 0), (1, 23), (1, 300), (3, 17), (8, 40), (17, 0), (64, 100)):
-            yield _sample(rng, heads, kv_heads, size, rows, past, window, softcap)
-    yield _sample(rng, 4, 4, 64, 5, 5, 0, 0.0, rotary_dim=32, interleaved=True)
-    yield _sample(rng, 4, 1, 64, 20, 0, 8, 0.0, norm=True)
-    yield _sample(rng, 8, 2, 64, 1, 70, 0, 0.0, norm=True, sinks=True)
-    yield _sample(rng, 8, 2, 64, 30, 2, 16, 0.0, packed=False, sinks=True)
-    yield _sample(rng, 9, 3, 64, 1, 2000, 0, 0.0)
+            yield random_sample(rng, heads, kv_heads, size, rows, past, window, softcap)
+    yield random_sample(rng, 4, 4, 64, 5, 5, 0, 0.0, rotary_dim=32, interleaved=True)
+    yield random_sample(rng, 4, 1, 64, 20, 0, 8, 0.0, norm=True)
+    yield random_sample(rng, 8, 2, 64, 1, 70, 0, 0.0, norm=True, sinks=True)
+    yield random_sample(rng, 8, 2, 64, 30, 2, 16, 0.0, packed=False, sinks=True)
+    yield random_sample(rng, 9, 3, 64, 1, 2000, 0, 0.0)
 
 
-def _sample(
+def random_sample(
     rng: np.random.Generator,
     heads: int,
     kv_heads: int,
@@ -141,7 +141,7 @@ def _sample(
     sinks: bool = False,
     packed: bool = True,
 ) -> Sample:
-    """Random inputs; the runner fills the cache with `past` random tokens first."""
+    """Random inputs for tests; the runner fills the cache with `past` random tokens first."""
     widths = [heads * size, kv_heads * size, kv_heads * size]
     q, k, v = (rng.standard_normal((rows, width), np.float32) for width in widths)
     angles = rng.random((past + rows, (size if rotary_dim is None else rotary_dim) // 2)) * 6
