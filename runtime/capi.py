@@ -177,7 +177,7 @@ class Library:
         """
         self._file = _memory_file(content)
         try:
-            self._library = ctypes.CDLL(f"/proc/self/fd/{self._file}", mode=os.RTLD_LOCAL)
+            self._library = ctypes.CDLL(self._path(), mode=os.RTLD_LOCAL)
         except OSError as error:
             os.close(self._file)
             raise PlanError(
@@ -212,12 +212,21 @@ class Library:
             text = message.text.decode("utf-8", "replace")
             raise _ERRORS.get(status, AtscError)(text or f"{function} failed with status {status}")
 
+    def _path(self) -> str:
+        return f"/proc/self/fd/{self._file}"
+
     def close(self) -> None:
         """Unload; nothing of the library may be in use."""
         self._functions = {}
         _ctypes.dlclose(self._library._handle)
-        # Not before: the system tells libraries apart by name, and descriptors are used again.
-        os.close(self._file)
+        # The system tells libraries apart by name, and a closed descriptor's number comes again: if
+        # it keeps this library, the descriptor stays open.
+        try:
+            kept = ctypes.CDLL(self._path(), mode=os.RTLD_NOLOAD)
+        except OSError:
+            os.close(self._file)
+        else:
+            _ctypes.dlclose(kept._handle)
 
 
 def _memory_file(content: bytes) -> int:

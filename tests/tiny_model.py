@@ -81,7 +81,13 @@ def objects(plan_id: str = "tiny", factor: float = 1, *, flags: tuple[str, ...] 
     return toolchain.compile_units(units)
 
 
-def build_plan(directory: Path, plan_id: str = "tiny", factor: float = 1) -> Path:
+def build_plan(
+    directory: Path,
+    plan_id: str = "tiny",
+    factor: float = 1,
+    *,
+    link_flags: tuple[str, ...] = (f"-Wl,--version-script={SOURCE.with_name('exports.map')}",),
+) -> Path:
     """A whole plan folder."""
     directory.mkdir(parents=True)
     parts = make_weights().parts()
@@ -89,7 +95,7 @@ def build_plan(directory: Path, plan_id: str = "tiny", factor: float = 1) -> Pat
     for offset, part in zip(OFFSETS, parts, strict=True):
         image[offset : offset + len(part)] = part
     (directory / "weights.bin").write_bytes(image)
-    toolchain.link_library(objects(plan_id, factor), directory / "libplan.so")
+    toolchain.link_library(objects(plan_id, factor), directory / "libplan.so", link_flags)
     units = tuple(
         manifests.Unit(name, (name,), "f32", len(part), offset, "ram", zlib.crc32(part))
         for name, offset, part in zip(UNIT_NAMES, OFFSETS, parts, strict=True)

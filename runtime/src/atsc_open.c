@@ -326,6 +326,12 @@ static atsc_status check_files(loader* l) {
   return ATSC_OK;
 }
 
+enum { DESCRIPTOR_NAME = 64 };
+
+static void name_descriptor(int file, char name[DESCRIPTOR_NAME]) {
+  snprintf(name, DESCRIPTOR_NAME, "/proc/self/fd/%d", file);
+}
+
 static int write_fully(int file, const unsigned char* data, uint64_t bytes) {
   while (bytes > 0) {
     const ssize_t put = write(file, data, bytes);
@@ -337,6 +343,20 @@ static int write_fully(int file, const unsigned char* data, uint64_t bytes) {
   return 1;
 }
 
+/* The system tells libraries apart by name, and a closed descriptor's number comes again: the file
+ * stays open as long as the system keeps a library of that name. */
+static void unload_library(void* library, int file) {
+  char name[DESCRIPTOR_NAME];
+  name_descriptor(file, name);
+  dlclose(library);
+  void* kept = dlopen(name, RTLD_NOW | RTLD_NOLOAD);
+  if (kept != NULL) {
+    dlclose(kept);
+  } else {
+    close(file);
+  }
+}
+
 static atsc_status load_library(loader* l, atsc_opened* opened) {
   const unsigned executable = 0x10; /* MFD_EXEC, Linux 6.3 */
   int file = memfd_create("libplan.so", MFD_CLOEXEC | executable);
@@ -345,9 +365,8 @@ static atsc_status load_library(loader* l, atsc_opened* opened) {
   if (file < 0 || !write_fully(file, l->content, find_file(l, l->library)->bytes)) {
     return refuse(l, ATSC_DEVICE_ERROR, "no file in memory for %s: %s", l->library, strerror(errno));
   }
-  /* The system tells libraries apart by name: the descriptor must stay open as long as this one. */
-  char name[64];
-  snprintf(name, sizeof name, "/proc/self/fd/%d", file);
+  char name[DESCRIPTOR_NAME];
+  name_descriptor(file, name);
   opened->library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
   if (opened->library == NULL) {
     return refuse(l, ATSC_PLAN_ERROR, "%s cannot be loaded (%s): %s", l->library, dlerror(),
@@ -430,8 +449,11 @@ atsc_status atsc_close(atsc_opened* opened, atsc_message* message) {
     const atsc_status status = opened->api->plan_close(opened->plan, message);
     if (status != ATSC_OK) return status;
   }
-  if (opened->library != NULL) dlclose(opened->library);
-  if (opened->descriptor >= 0) close(opened->descriptor);
+  if (opened->library != NULL) {
+    unload_library(opened->library, opened->descriptor);
+  } else if (opened->descriptor >= 0) {
+    close(opened->descriptor);
+  }
   const atsc_opened nothing = {.struct_size = opened->struct_size, .descriptor = -1};
   *opened = nothing;
   return ATSC_OK;
