@@ -31,7 +31,7 @@ from atsc.compiler.ops.linear import random_block_weight, random_float_weight
 from atsc.compiler.ops.quantize import quantize_rows
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "codegen"))
-from kernel_runner import CpuKernel, KernelArgs, aligned, q8_bytes  # noqa: E402
+from kernel_runner import CpuKernel, KernelArgs, aligned, q8_bytes
 
 SHAPES = ["576x576", "1536x576", "576x1536", "49152x576", "3072x1024", "1024x3072", "151936x1024"]
 

@@ -159,7 +159,7 @@ def template_params(
         "slot": pointers_of_slots(op),
         "kind": {slot: _kind(operand) for slot, operand in by_slot.items()},
         "width": {slot: _width(operand) for slot, operand in by_slot.items()},
-        "matrix": _matrix(matrix) if isinstance(matrix, StoredWeight) else None,
+        "matrix": matrix_params(matrix) if isinstance(matrix, StoredWeight) else None,
         "outputs": [bool(wanted) for wanted in outputs],
         "few_rows": few_rows and len(op.templates) > 1,
     }
@@ -179,7 +179,8 @@ def _width(operand: Operand) -> int:
     return last if isinstance(last, int) else 0
 
 
-def _matrix(stored: StoredWeight) -> dict[str, Any]:
+def matrix_params(stored: StoredWeight) -> dict[str, Any]:
+    """What templates see of a matrix: shape, format, block size, scales and zeros."""
     fmt = stored.weight.format
     return {
         "n": stored.weight.shape[0],
