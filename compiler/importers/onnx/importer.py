@@ -182,7 +182,7 @@ def _model_info(lowering: Lowering, vocab_size: int) -> ModelInfo:
     eos = config.get("eos_token_id")
     eos_ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
     bos = config.get("bos_token_id")
-    sources = [file.path, *sorted(file.data_files())]
+    sources = dict.fromkeys([file.path, *sorted(file.data_files())])
     return ModelInfo(
         name=folder.resolve().name if file.path.stem == "model" else file.path.stem,
         vocab_size=vocab_size,

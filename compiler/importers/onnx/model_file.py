@@ -1,8 +1,9 @@
 """Reading an ONNX file: its graph, its tensors as lazy sources, and the files beside it.
 
-Tensors are never copied: an external tensor is a view of a memory-mapped file. The location of
-external data is checked as text against the folder of the .onnx file, and symbolic links are
-followed after that, since model caches keep every file as a link to a blob elsewhere.
+Tensors are never copied: external ones and large inline ones (inline_data.py) are views of a
+memory-mapped file. The location of external data is checked as text against the folder of the .onnx
+file, and symbolic links are followed after that, since model caches keep every file as a link to a
+blob elsewhere.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
 from atsc.compiler.errors import ModelError
+from atsc.compiler.importers.onnx.inline_data import detach_large_tensors
 from atsc.compiler.ir import ArraySource, DType
 
 CONFIG_NAME = "genai_config.json"
@@ -107,16 +110,20 @@ class ModelFile:
     def _map(self, path: Path) -> NDArray[np.uint8]:
         if path not in self._mapped:
             try:
-                with open(path, "rb") as file:
-                    size = os.fstat(file.fileno()).st_size
-                    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+                self._mapped[path] = np.frombuffer(_map_file(path), np.uint8)
             except OSError as error:
                 raise ModelError(
                     f"{self.path}: its external data {path} cannot be read ({error.strerror}): "
                     "keep the .onnx file and its data files together"
                 ) from error
-            self._mapped[path] = np.frombuffer(mapped, np.uint8)
         return self._mapped[path]
+
+
+def _map_file(path: Path) -> mmap.mmap | bytes:
+    with open(path, "rb") as file:
+        if not os.fstat(file.fileno()).st_size:
+            return b""
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def is_readable(tensor: onnx_ir.TensorProtocol) -> bool:
@@ -132,13 +139,15 @@ def open_model(path: Path) -> ModelFile:
     """
     path, config = _locate(path)
     try:
-        model = onnx_ir.load(path)
+        message = detach_large_tensors(memoryview(_map_file(path)), path.name)
+        model = onnx_ir.serde.deserialize_model(onnx.ModelProto.FromString(message))
     except OSError as error:
         raise ModelError(f"{path}: cannot be read ({error.strerror})") from error
     except (DecodeError, ValueError, TypeError, KeyError, onnx_ir.serde.SerdeError) as error:
         raise ModelError(f"{path}: not an ONNX model ({_first_line(error)})") from error
     if not len(model.graph):
         raise ModelError(f"{path}: not an ONNX model (it has no nodes)")
+    onnx_ir.external_data.set_base_dir(model.graph, path.parent)
     companions = tuple(p for name in _COMPANIONS if (p := path.parent / name).is_file())
     return ModelFile(path, model, config, companions)
 

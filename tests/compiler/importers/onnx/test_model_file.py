@@ -164,6 +164,33 @@ def test_weights_stay_on_disk(tmp_path: Path) -> None:
     assert graph.weights["w"].parts["data"].read()[5, :3].tolist() == [0, 0, 0]
 
 
+def test_inline_weights_stay_on_disk_too(tmp_path: Path) -> None:
+    table = np.random.default_rng(0).standard_normal((4096, 512), np.float32)
+    made = MiniDecoder(table)
+    made.constant("small", np.full(512, 2, np.float32))
+    made.node("Mul", ["x", "small"], ["doubled"])
+    made.node("MatMul", ["doubled", made.constant("w", table.T[:, :9])], ["logits"])
+    path = made.save(tmp_path)
+    import_onnx(path)
+    tracemalloc.start()
+    graph = import_onnx(path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 20 < table.nbytes
+    assert graph.info.source_files == (str(path),)
+    np.testing.assert_array_equal(dequantize(graph.weights["table"]), table)
+    made.assert_agrees([np.array([5, 4095])], tolerance=1e-5)
+
+
+def test_a_file_that_is_cut_off(tmp_path: Path) -> None:
+    path = decoder().save(tmp_path)
+    content = path.read_bytes()
+    for length in (len(content) - 1, len(content) // 2, 30):
+        path.write_bytes(content[:length])
+        with pytest.raises(ModelError, match=r"model\.onnx: not an ONNX model"):
+            import_onnx(path)
+
+
 def test_values_of_constants_in_every_spelling(tmp_path: Path) -> None:
     made = MiniDecoder(TABLE)
     made.node("Constant", [], ["two"], name="two", value_float=2.0)
