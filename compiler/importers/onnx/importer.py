@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import onnx_ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from atsc.compiler.errors import ModelError
 from atsc.compiler.importers.onnx import (
@@ -54,6 +55,7 @@ def import_onnx(path: Path, *, accuracy_level: int | None = None) -> Graph:
     """
     file = open_model(path)
     lowering = Lowering(file, accuracy_level)
+    RemoveUnusedNodesPass()(file.model)
     graph = file.model.graph
     _bind_inputs(lowering, graph)
     for initializer in graph.initializers.values():

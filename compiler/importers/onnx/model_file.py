@@ -97,7 +97,10 @@ class ModelFile:
         return data[offset : offset + num_bytes]
 
     def _contained(self, location: str, tensor: str) -> Path:
-        """The path of external data, refused if its text leaves the model's folder."""
+        """The path of external data, refused if its text leaves the model's folder.
+
+        Where the .onnx file is a link, the data lies beside the link or beside its target.
+        """
         parts = PurePosixPath(location.replace("\\", "/")).parts
         absolute = PurePosixPath(location).is_absolute() or PureWindowsPath(location).drive
         if absolute or ".." in parts or not parts:
@@ -105,7 +108,9 @@ class ModelFile:
                 f"{self.path}: tensor {tensor} names external data outside the model's folder: "
                 f"{location!r}"
             )
-        return self.path.parent.joinpath(*parts)
+        beside = self.path.parent.joinpath(*parts)
+        target = self.path.resolve().parent.joinpath(*parts)
+        return target if target.exists() and not beside.exists() else beside
 
     def _map(self, path: Path) -> NDArray[np.uint8]:
         if path not in self._mapped:

@@ -83,6 +83,18 @@ def test_links_as_model_caches_have_them(tmp_path: Path) -> None:
     np.testing.assert_array_equal(dequantize(graph.weights["table"]), TABLE)
 
 
+def test_a_link_to_the_model_file_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    decoder().save(folder, external=True)
+    link = tmp_path / "shortcut.onnx"
+    link.symlink_to(folder / "model.onnx")
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 9}')
+    graph = import_onnx(link)
+    np.testing.assert_array_equal(dequantize(graph.weights["table"]), TABLE)
+    assert graph.info.name == "shortcut"
+
+
 @pytest.mark.parametrize("location", ["../other.data", "a/../../other.data", "/etc/hostname"])
 def test_external_data_outside_the_folder(tmp_path: Path, location: str) -> None:
     folder = tmp_path / "model"

@@ -142,6 +142,14 @@ def test_every_problem_is_named_and_only_once() -> None:
     ]
 
 
+def test_what_no_output_needs_may_be_anything() -> None:
+    decoder = MiniDecoder(np.ones((3, 8), np.float32))
+    decoder.constant("mask", np.zeros(3, np.bool_))
+    decoder.node("NonZero", ["mask"], ["unread"])
+    decoder.node("Relu", ["x"], ["logits"])
+    assert [node.op for node in decoder.imported().nodes] == ["embed", "activation"]
+
+
 def three_axes(decoder: MiniDecoder) -> None:
     info = helper.make_tensor_value_info("position_ids", TensorProto.INT64, [3, "B", "M"])
     decoder.inputs.append(info)
