@@ -3,7 +3,7 @@
 Decode: time of a plain read of the layers' K and V over time of the kernel (1 is the limit of
 memory). Prefill: multiply-adds that the causal mask leaves a second, over what independent
 multiply-adds reach (1 is the limit of arithmetic). One thread, SmolLM2-135M's shape unless told
-otherwise; both sides alternate, and the medians of their times are compared.
+otherwise; both sides alternate, and the medians of their CPU times are compared.
 """
 
 from __future__ import annotations

@@ -10,17 +10,25 @@
 
 namespace atsc {
 
-// What a query has seen so far: its largest score, and the sum of e^(score - largest).
+inline constexpr float kLog2E = 1.44269504f;
+
+// What a query has seen so far: its largest score in units of log2(e), so that weights are powers of
+// two, and the sum of 2^(score - largest).
 struct SoftmaxState {
   float largest = -INFINITY;
   float total = 0.0f;
 };
 
-static inline float exp_of_negative(float x) {
-  return _mm256_cvtss_f32(exp8_of_negative(_mm256_set1_ps(x)));
+static inline float exp2_of_negative(float x) {
+  return _mm256_cvtss_f32(exp2_of_negative(_mm256_set1_ps(x)));
 }
 
-// Turns scores into weights e^(score - largest) in place and brings the state up to date. Columns
+// What queries are multiplied by: scores in units of log2(e), or tanh's argument under a softcap.
+constexpr float query_scale(float scale, float softcap) {
+  return softcap > 0.0f ? scale / softcap : scale * kLog2E;
+}
+
+// Turns scores into weights 2^(score - largest) in place and brings the state up to date. Columns
 // outside [first, last] get weight 0, up to the next multiple of 8 after `columns`, to which the
 // scores must be readable. Returns the factor for what was summed before. A softcap of 0 is none.
 static inline float soften(float* scores, int64_t columns, int64_t first, int64_t last,
@@ -32,7 +40,7 @@ static inline float soften(float* scores, int64_t columns, int64_t first, int64_
   for (int64_t i = 0; i < columns; i += 8) {
     __m256 s = _mm256_loadu_ps(scores + i);
     if (softcap > 0.0f) {
-      s = _mm256_mul_ps(_mm256_set1_ps(softcap), tanh8(_mm256_div_ps(s, _mm256_set1_ps(softcap))));
+      s = _mm256_mul_ps(_mm256_set1_ps(softcap * kLog2E), tanh8(s));
     }
     if (masked) {
       const __m256 column = _mm256_add_ps(lanes, _mm256_set1_ps(static_cast<float>(i)));
@@ -50,11 +58,11 @@ static inline float soften(float* scores, int64_t columns, int64_t first, int64_
   const __m256 shift = _mm256_set1_ps(state.largest);
   __m256 total = _mm256_setzero_ps();
   for (int64_t i = 0; i < columns; i += 8) {
-    const __m256 w = exp8_of_negative(_mm256_sub_ps(_mm256_loadu_ps(scores + i), shift));
+    const __m256 w = exp2_of_negative(_mm256_sub_ps(_mm256_loadu_ps(scores + i), shift));
     _mm256_storeu_ps(scores + i, w);
     total = _mm256_add_ps(total, w);
   }
-  const float factor = exp_of_negative(before - state.largest);
+  const float factor = exp2_of_negative(before - state.largest);
   state.total = state.total * factor + sum_lanes(total);
   return factor;
 }
