@@ -160,6 +160,10 @@ def _report(result: Result, bounds: Bounds, text: str) -> str:
         ],
         ["perplexity, onnxruntime", f"{result.reference_perplexity:.4f}", ""],
         ["perplexity, plan", f"{result.perplexity:.4f}", ""],
-        ["ratio", f"{result.perplexity_ratio:.5f}", "0.99 to 1.01"],
+        [
+            f"ratio, +- {result.ratio_error:.5f} by the text's length",
+            f"{result.perplexity_ratio:.5f}",
+            "0.99 to 1.01",
+        ],
     ]
     return table(rows, right=(1, 2))
