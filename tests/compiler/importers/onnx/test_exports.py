@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import functools
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from interpreter import Interpreter, replay
+from onnx import TensorProto
 
 from atsc.compiler.errors import ModelError
 from atsc.compiler.importers.onnx import import_onnx
+from atsc.compiler.text import print_graph
 from atsc.passes.optimise import optimise
 
 Export = Callable[[str], Path]
@@ -109,3 +113,46 @@ def test_what_is_refused_is_named(export: Export, name: str) -> None:
     for part in REFUSED[name]:
         assert part in str(error.value)
     assert str(error.value).startswith(f"{folder / 'model.onnx'}: not supported (")
+
+
+def narrowed(source: Path, target: Path, element: int) -> None:
+    """The model as the builder writes it for GPUs: all floats narrow, logits cast back."""
+    model = onnx.load(source / "model.onnx")
+    graph = model.graph
+    for tensor in graph.initializer:
+        if tensor.data_type == TensorProto.FLOAT:
+            values = onnx.numpy_helper.to_array(tensor)
+            narrow = values.astype(onnx.helper.tensor_dtype_to_np_dtype(element))
+            tensor.CopyFrom(
+                onnx.helper.make_tensor(tensor.name, element, values.shape, narrow.tobytes(), True)
+            )
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        if value.type.tensor_type.elem_type == TensorProto.FLOAT and value.name != "logits":
+            value.type.tensor_type.elem_type = element
+    graph.node[-1].output[0] = "narrow_logits"
+    cast = onnx.helper.make_node(
+        "Cast", ["narrow_logits"], ["logits"], name="widen", to=TensorProto.FLOAT
+    )
+    graph.node.append(cast)
+    onnx.save(model, target / "model.onnx")
+    for name in ("genai_config.json", "expected.npz"):
+        shutil.copy(source / name, target)
+
+
+@pytest.mark.parametrize(
+    ("element", "tolerance"), [(TensorProto.FLOAT16, 2e-3), (TensorProto.BFLOAT16, 2e-2)]
+)
+@pytest.mark.parametrize("name", ["llama3-int4-cpu", "qwen3-fp32-cpu"])
+def test_half_precision_files(
+    export: Export, tmp_path: Path, name: str, element: int, tolerance: float
+) -> None:
+    """Activations stay fp32: only the rounding of the weights is left."""
+    folder = export(name)
+    narrowed(folder, tmp_path, element)
+    expected = np.load(folder / "expected.npz")["logits"]
+    assert relative_l2(logits(tmp_path, 1, True), expected) <= tolerance
+
+
+def test_a_folder_and_its_file_are_the_same_model(export: Export) -> None:
+    folder = export("qwen3-int4gather-cpu")
+    assert print_graph(import_onnx(folder)) == print_graph(import_onnx(folder / "model.onnx"))
