@@ -1,10 +1,23 @@
-"""Tile sizes and variants of the CUDA kernels: everything that templates leave to decide."""
+"""Tile sizes and variants of the CUDA kernels: everything that templates leave to decide.
+
+GEMV: a block holds 32 outputs (8 of float weights) and its warps share out K. As many warps as the
+GPU holds at once for all blocks together make one wave of equal shares, with no tail; a warp takes
+at least one full load. GEMM: 128 x 128 or 128 x 64 outputs a block, whichever keeps the
+multiprocessors more evenly busy at a usual prefill chunk.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from atsc.codegen.layout import Q8_BLOCK, TILE_ROWS
+
+WARPS_OF_SM = 32
+"""Resident warps of one multiprocessor with 64 registers a thread."""
+CHUNK = 512
+"""Rows of a usual prefill chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +34,9 @@ Params = Mapping[str, Any]
 
 def variant_of(op: str, params: Params) -> str:
     """What follows the stem in the template's name."""
-    return ""
+    if op != "linear":
+        return ""
+    return "_blocks" if params["matrix"]["block"] else "_floats"
 
 
 def tile_of(stem: str, params: Params, gpu: Gpu) -> Tile:
@@ -30,4 +45,62 @@ def tile_of(stem: str, params: Params, gpu: Gpu) -> Tile:
     return choose(params, gpu) if choose else {}
 
 
-_TILES: Mapping[str, Callable[[Params, Gpu], Tile]] = {}
+def _warps(num_blocks: int, steps: int, most: int, gpu: Gpu) -> int:
+    """Warps of a block, a power of two: one wave of all blocks, at least one step for a warp."""
+    warps = 2
+    while 2 * warps <= min(most, steps) and num_blocks * 2 * warps <= gpu.num_sms * WARPS_OF_SM:
+        warps *= 2
+    return warps
+
+
+def _gemv_blocks(params: Params, gpu: Gpu) -> Tile:
+    matrix, quantized = params["matrix"], params["kind"]["x"] == "q8"
+    unroll = 4 if quantized and matrix["format"] == "int4" and matrix["block"] >= 32 else 2
+    steps = -(-matrix["k"] // (Q8_BLOCK * unroll))
+    warps = _warps(-(-matrix["n"] // 32), steps, 16, gpu)
+    return {"warps": warps, "unroll": unroll}
+
+
+def _gemv_floats(params: Params, gpu: Gpu) -> Tile:
+    matrix, unroll = params["matrix"], 4
+    k_of_step = 16 if matrix["format"] == "f32" else 32
+    steps = -(-matrix["k"] // (k_of_step * unroll))
+    return {"warps": _warps(-(-matrix["n"] // TILE_ROWS), steps, 16, gpu), "unroll": unroll}
+
+
+def _gemm_blocks(params: Params, gpu: Gpu) -> Tile:
+    n = params["matrix"]["n"]
+    quantized = params["kind"]["x"] == "q8"
+
+    def busy_share(columns: int) -> float:
+        blocks = CHUNK // 128 * -(-n // columns)
+        return blocks / (-(-blocks // gpu.num_sms) * gpu.num_sms)
+
+    # Wider blocks read x less often; narrower ones must win by some percent.
+    columns = 128 if busy_share(128) > 0.9 * busy_share(64) else 64
+    slabs, stages = (2, 4) if quantized else (1, 3)
+    return {
+        "rows": 128,
+        "columns": columns,
+        "threads": columns * 2,
+        "slabs": slabs,
+        "stages": stages,
+        "stage_bytes": slabs * _slab_bytes(params["matrix"], 1 if quantized else 3, 128, columns),
+        "resident": 256 // columns,
+    }
+
+
+def _slab_bytes(matrix: Mapping[str, Any], terms: int, rows: int, columns: int) -> int:
+    """Bytes of the template's struct Slab."""
+    codes = columns * Q8_BLOCK // (2 if matrix["format"] == "int4" else 1)
+    halves, tiles = 2 if matrix["block"] == 16 else 1, columns // TILE_ROWS
+    scales = TILE_ROWS * {"f16": 2, "f32": 4}[matrix["scale"]]
+    zeros = {"none": 16, "u8": 8, "f16": 16, "f32": 32}[matrix["zeros"]]
+    return rows * (Q8_BLOCK * terms + 8) + codes + halves * tiles * (scales + zeros)
+
+
+_TILES: Mapping[str, Callable[[Params, Gpu], Tile]] = {
+    "linear_gemv_blocks": _gemv_blocks,
+    "linear_gemv_floats": _gemv_floats,
+    "linear_gemm_blocks": _gemm_blocks,
+}

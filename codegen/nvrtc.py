@@ -120,7 +120,7 @@ def _compile_by_nvrtc(nvrtc: Any, unit: CudaUnit) -> bytes:
         "nvrtcCreateProgram", unit.source.encode(), f"{unit.name}.cu".encode(), 0, None, None
     )
     try:
-        options = [f"--gpu-architecture={_architecture(unit)}", *BASE_OPTIONS]
+        options = [f"--gpu-architecture={_architecture(unit)}", "-default-device", *BASE_OPTIONS]
         encoded = [option.encode() for option in options]
         (result,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
         if int(result) != 0:
@@ -140,7 +140,8 @@ def _compile_by_nvcc(nvcc: str, unit: CudaUnit) -> bytes:
         source, built = Path(folder) / f"{unit.name}.cu", Path(folder) / "built"
         source.write_text(unit.source)
         kind = "-ptx" if unit.ptx else "-cubin"
-        command = [nvcc, f"-arch={_architecture(unit)}", kind, *BASE_OPTIONS]
+        target = f"-arch={_architecture(unit)}"
+        command = [nvcc, target, kind, "--expt-relaxed-constexpr", *BASE_OPTIONS]
         result = subprocess.run(
             [*command, "-o", str(built), str(source)], capture_output=True, text=True, check=False
         )

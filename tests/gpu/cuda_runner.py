@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator
+import multiprocessing
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,14 +23,16 @@ from kernel_runner import (
     q8_bytes,
     q8_value,
     read_caches,
+    reference,
     type_of,
 )
+from test_kernels import differences
 
 from atsc.codegen.cpu import MATRIX_POINTERS
-from atsc.codegen.cuda import CudaKernel, kernel_of, translation_units
+from atsc.codegen.cuda import CudaKernel, Launch, kernel_of, translation_units
 from atsc.codegen.cuda_tiles import Gpu
 from atsc.codegen.layout import is_tiled_by, part_chunks, store, value_bytes
-from atsc.codegen.nvrtc import compile_cuda
+from atsc.codegen.nvrtc import CudaUnit, compile_cuda
 from atsc.compiler.ir import DType, Weight
 from atsc.compiler.ops import OpDef, Sample
 from atsc.compiler.ops.quantize import Q8Array
@@ -117,21 +122,28 @@ class Buffer:
         driver.cuMemFree(self.pointer)
 
 
-def load_modules(paths: Iterable[Path]) -> list[Any]:
-    return [call("cuModuleLoadData", np.fromfile(path, np.uint8).ctypes.data) for path in paths]
+def load_module(path: Path) -> Any:
+    image = np.fromfile(path, np.uint8)
+    return call("cuModuleLoadData", image.ctypes.data)
+
+
+def compile_in_parallel(units: Sequence[CudaUnit]) -> list[Path]:
+    """By processes, each with an NVRTC of its own: one compiles one unit at a time."""
+    workers = min(len(units), len(os.sched_getaffinity(0)))
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        return [path for (path,) in pool.map(compile_cuda, [[unit] for unit in units])]
 
 
 def functions_of(kernels: Iterable[CudaKernel], gpu: Gpu) -> dict[str, Any]:
     """Symbol -> loaded function, allowed the shared memory that its launch asks for."""
     distinct = {kernel.symbol: kernel for kernel in kernels}
-    units = translation_units(distinct.values(), gpu.sm)
-    modules = dict(
-        zip((unit.name for unit in units), load_modules(compile_cuda(units)), strict=True)
-    )
+    units = [unit for kernel in distinct.values() for unit in translation_units([kernel], gpu.sm)]
+    modules = [load_module(path) for path in compile_in_parallel(units)]
     functions = {}
     limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    for symbol, kernel in distinct.items():
-        function = call("cuModuleGetFunction", modules[kernel.template], symbol.encode())
+    for (symbol, kernel), module in zip(distinct.items(), modules, strict=True):
+        function = call("cuModuleGetFunction", module, symbol.encode())
         if shared := kernel.launch().shared_bytes:
             call("cuFuncSetAttribute", function, limit, shared)
         functions[symbol] = function
@@ -161,11 +173,8 @@ def prepare_cuda(op: OpDef, sample: Sample, gpu: Gpu) -> PreparedCuda | None:
     return PreparedCuda(Prepared(op, sample, kernel, stored), kernel) if kernel else None  # type: ignore[arg-type]
 
 
-def launch(
-    kernel: CudaKernel, function: Any, args: DeviceArgs, stream: int = 0, **sizes: int
-) -> None:
+def launch(plan: Launch, function: Any, args: DeviceArgs, stream: int = 0, **sizes: int) -> None:
     """Launch a kernel for `rows`, `kv_capacity` and `num_sms` in `sizes`."""
-    plan = kernel.launch()
     pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
     block, shared = (plan.block, 1, 1), plan.shared_bytes
     grid = plan.grid_of(**sizes)
@@ -211,9 +220,10 @@ def run_cuda(prepared: PreparedCuda, function: Any, gpu: Gpu) -> tuple[Any, ...]
         caches = [Buffer.of(cache) for cache in host_caches]
         args.k_cache, args.v_cache = (cache.pointer for cache in caches)
     sizes = {"rows": rows, "kv_capacity": int(args.kv_capacity), "num_sms": gpu.num_sms}
-    scratch = Buffer(prepared.kernel.launch().scratch_of(**sizes)).fill(0)
+    plan = prepared.kernel.launch()
+    scratch = Buffer(plan.scratch_of(**sizes)).fill(0)
     args.scratch = scratch.pointer
-    launch(prepared.kernel, function, args, **sizes)
+    launch(plan, function, args, **sizes)
     call("cuCtxSynchronize")
 
     results: list[Any] = []
@@ -229,3 +239,19 @@ def run_cuda(prepared: PreparedCuda, function: Any, gpu: Gpu) -> tuple[Any, ...]
     if host_caches:
         results.append(read_caches(op, sample, rows, host_caches))
     return tuple(results)
+
+
+def failures_of(op: OpDef, gpu: Gpu) -> list[str]:
+    """What is wrong, a line a sample; kernels must not depend on what ran before them."""
+    prepared = [p for sample in op.samples() if (p := prepare_cuda(op, sample, gpu))]
+    functions = functions_of((p.kernel for p in prepared), gpu)
+    failures = []
+    for index, case in enumerate(prepared):
+        expected = reference(case.cpu)
+        expected = expected if expected[-1] else expected[:-1]
+        for problem in differences(
+            case.cpu, run_cuda(case, functions[case.kernel.symbol], gpu), expected
+        ):
+            where = f"sample {index} {dict(case.cpu.sample.attrs)} {case.kernel.symbol}"
+            failures.append(f"{where}: {problem}")
+    return failures

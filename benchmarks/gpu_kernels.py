@@ -1,0 +1,313 @@
+"""Tests and times the CUDA kernels on the first GPU: python benchmarks/gpu_kernels.py [--json]
+
+Linear layers have the shapes of Qwen3-14B. Weights are random and rotate through more memory than
+the L2 cache holds; launches are replayed from a CUDA graph, so that no launch cost is in the times;
+a figure is the median of the replays. `share` compares with a copy on the device, counting bytes
+read and written, measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from cuda.bindings import driver
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT / ".links"), str(ROOT / "tests" / "codegen"), str(ROOT / "tests" / "gpu")]
+
+from cuda_runner import (  # noqa: E402
+    Buffer,
+    DeviceArgs,
+    call,
+    device,
+    failures_of,
+    functions_of,
+    gpu_missing,
+    launch,
+)
+
+from atsc.codegen.cuda import SM_LEVELS, CudaKernel, kernel_of, level_of  # noqa: E402
+from atsc.codegen.cuda_tiles import Gpu  # noqa: E402
+from atsc.codegen.layout import StoredWeight, store, value_bytes  # noqa: E402
+from atsc.compiler.ir import (  # noqa: E402
+    ArraySource,
+    BlockFormat,
+    DType,
+    FloatFormat,
+    Format,
+    TensorType,
+    Weight,
+)
+from atsc.compiler.ops import all_ops  # noqa: E402
+
+SHAPES = {
+    "qkv": (7168, 5120),
+    "kv": (1024, 5120),
+    "o": (5120, 5120),
+    "up": (17408, 5120),
+    "down": (5120, 17408),
+    "head": (151936, 5120),
+}
+INT4, INT4Z, INT8 = BlockFormat(4, 32, False), BlockFormat(4, 32, True), BlockFormat(8, 32, False)
+ROTATED_BYTES = 400 << 20
+RELAXED = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One layer at one number of rows."""
+
+    shape: str
+    format: Format
+    x: DType
+    rows: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.shape} {self.format} x {self.x.value} rows {self.rows}"
+
+
+CASES = (
+    *(Case(shape, INT4, DType.Q8, 1) for shape in SHAPES),
+    *(Case("up", INT4, DType.Q8, rows) for rows in (2, 8)),
+    *(Case("up", fmt, DType.Q8, 1) for fmt in (INT4Z, INT8, BlockFormat(4, 128, False))),
+    Case("up", INT4, DType.F32, 1),
+    Case("up", FloatFormat(DType.F16), DType.F32, 1),
+    Case("kv", FloatFormat(DType.F32), DType.F32, 1),
+    *(Case(shape, INT4, DType.Q8, 512) for shape in ("kv", "o", "up", "down")),
+    *(Case("up", fmt, DType.Q8, 512) for fmt in (INT4Z, INT8, BlockFormat(4, 128, False))),
+    Case("up", INT4, DType.Q8, 64),
+    Case("up", INT4, DType.F32, 512),
+    Case("up", FloatFormat(DType.F16), DType.F32, 512),
+)
+
+
+def weight_of(case: Case) -> StoredWeight:
+    """The layer's weight as the compiler sees it; its codes are never read."""
+    (n, k), fmt = SHAPES[case.shape], case.format
+    if isinstance(fmt, FloatFormat):
+        zeros = np.broadcast_to(np.zeros(1, np.float32), (n, k))
+        return store(Weight("w", (n, k), fmt, {"data": ArraySource.of(zeros, fmt.dtype)}), True)
+    blocks = -(-k // fmt.block_size)
+    arrays = {
+        "codes": np.broadcast_to(np.uint8(0), (n, blocks, fmt.block_size * fmt.bits // 8)),
+        "scales": np.broadcast_to(np.float32(0.0625), (n, blocks)),
+        "zero_points": np.broadcast_to(np.uint8(7), (n, blocks)),
+    }
+    if not fmt.has_zero_points:
+        del arrays["zero_points"]
+    parts = {name: ArraySource.of(array) for name, array in arrays.items()}
+    return store(Weight("w", (n, k), fmt, parts), True)
+
+
+def kernel_of_case(case: Case, gpu: Gpu, **tile: int) -> CudaKernel:
+    """The layer's kernel, some of its tile sizes replaced."""
+    k = SHAPES[case.shape][1]
+    operands = [TensorType(case.x, ("M", k)), weight_of(case), None, None, None]
+    few = case.rows <= 8
+    kernel = kernel_of(all_ops()["linear"], {}, operands, [True], few, gpu)
+    assert kernel is not None
+    if not tile:
+        return kernel
+    params = {**kernel.params, "tile": {**kernel.params["tile"], **tile}}
+    digest = hashlib.sha256(json.dumps(params, sort_keys=True).encode()).hexdigest()[:8]
+    return dataclasses.replace(kernel, params=params, symbol=f"swept_{digest}")
+
+
+def random_part(name: str, num_bytes: int, fmt: Format, rng: np.random.Generator) -> np.ndarray:
+    if name in {"scales", "data"} and not (isinstance(fmt, FloatFormat) and fmt.dtype is DType.F32):
+        return rng.uniform(0.01, 0.06, num_bytes // 2).astype(np.float16)
+    if name == "data":
+        return rng.standard_normal(num_bytes // 4, np.float32)
+    return rng.integers(0, 256 if name == "codes" else 16, num_bytes, np.uint8)
+
+
+def q8_values(rows: int, width: int, rng: np.random.Generator) -> np.ndarray:
+    count = rows * -(-width // 32)
+    codes = rng.integers(-127, 128, count * 32, np.int8).view(np.uint8)
+    scales = rng.uniform(0.01, 0.02, 2 * count).astype(np.float32).view(np.uint8)
+    return np.concatenate([codes, scales, np.zeros(4 * count, np.uint8)])
+
+
+def seconds_of(replayed: Callable[[int], None], num_launches: int) -> float:
+    """Median time of one launch, of those that `replayed` puts on a stream, as a graph."""
+    stream = call("cuStreamCreate", 1)
+    call("cuStreamBeginCapture", stream, RELAXED)
+    replayed(int(stream))
+    graph = call("cuStreamEndCapture", stream)
+    executable = call("cuGraphInstantiate", graph, 0)
+    begin, end = call("cuEventCreate", 0), call("cuEventCreate", 0)
+    times = []
+    for repeat in range(9):
+        call("cuEventRecord", begin, stream)
+        call("cuGraphLaunch", executable, stream)
+        call("cuEventRecord", end, stream)
+        call("cuStreamSynchronize", stream)
+        if repeat:
+            times.append(float(call("cuEventElapsedTime", begin, end)) * 1e-3)
+    return statistics.median(times) / num_launches
+
+
+def copy_rate() -> float:
+    """Bytes a second that a copy within the device reads and writes together."""
+    size = 1 << 30
+    source, target = Buffer(size).fill(1), Buffer(size)
+
+    def copy(stream: int) -> None:
+        call("cuMemcpyDtoDAsync", target.pointer, source.pointer, size, stream)
+
+    return 2 * size / seconds_of(copy, 1)
+
+
+@dataclasses.dataclass
+class Operands:
+    """A layer's operands on the device: several weights, one x, one y."""
+
+    args: list[DeviceArgs]
+    alive: list[Buffer]
+    weight_bytes: int
+
+
+def upload(case: Case) -> Operands:
+    rng = np.random.default_rng(0)
+    (n, k), stored = SHAPES[case.shape], weight_of(case)
+    alive = []
+    if case.x is DType.Q8:
+        x = Buffer.of(q8_values(case.rows, k, rng))
+    else:
+        x = Buffer.of(rng.standard_normal((case.rows, k), np.float32))
+    y = Buffer(value_bytes(DType.F32, case.rows, n))
+    params = np.zeros(1, np.dtype([("position", "i8"), ("rows", "i4", 2)]))
+    params["rows"] = case.rows
+    round_params = Buffer.of(params)
+    num_bytes = sum(part.num_bytes for part in stored.parts)
+    parts = [random_part(part.name, part.num_bytes, case.format, rng) for part in stored.parts]
+    args = []
+    for _ in range(max(2, -(-ROTATED_BYTES // num_bytes))):
+        one = DeviceArgs()
+        one.inputs[0], one.outputs[0], one.round = x.pointer, y.pointer, round_params.pointer
+        for place, part in enumerate(parts):
+            alive.append(Buffer.of(part))
+            one.inputs[1 + place] = alive[-1].pointer
+        args.append(one)
+    return Operands(args, [*alive, x, y, round_params], num_bytes)
+
+
+def measure(
+    case: Case, kernel: CudaKernel, function: Any, operands: Operands, gpu: Gpu
+) -> dict[str, Any]:
+    n, k = SHAPES[case.shape]
+    repeats = max(2, 40 // len(operands.args)) if case.rows <= 8 else 1
+    launches = [args for _ in range(repeats) for args in operands.args][:120]
+
+    plan = kernel.launch()
+
+    def replayed(stream: int) -> None:
+        for args in launches:
+            launch(plan, function, args, stream, rows=case.rows, num_sms=gpu.num_sms)
+
+    seconds = seconds_of(replayed, len(launches))
+    return {
+        "case": case.name,
+        "tile": kernel.params["tile"],
+        "us": seconds * 1e6,
+        "gb_per_s": operands.weight_bytes / seconds * 1e-9,
+        "tera_ops": 2 * case.rows * n * k / seconds * 1e-12,
+    }
+
+
+def test_all(gpu: Gpu) -> list[str]:
+    failures = []
+    for op in all_ops().values():
+        if not any(level_of(stem, SM_LEVELS[-1]) for stem in op.templates) and op.name != "linear":
+            continue
+        began = time.perf_counter()
+        found = failures_of(op, gpu)
+        print(f"test {op.name}: {len(found)} failures, {time.perf_counter() - began:.1f} s")
+        failures += [f"{op.name}: {line}" for line in found]
+    return failures
+
+
+def tiles_of(case: Case, sweep: bool) -> Iterator[dict[str, int]]:
+    """The chosen tile sizes, and for a sweep the others worth a try."""
+    yield {}
+    if not sweep or case.format != INT4 or case.x is not DType.Q8:
+        return
+    if case.rows <= 8:
+        yield from ({"warps": w, "unroll": u} for w in (2, 4, 8, 16) for u in (2, 4, 8))
+    else:
+        for columns in (64, 128):
+            for slabs, stages in ((1, 4), (2, 3), (2, 4), (4, 3)):
+                yield {"columns": columns, "slabs": slabs, "stages": stages}
+
+
+def with_sizes(case: Case, tile: dict[str, int], gpu: Gpu) -> CudaKernel:
+    """A GEMM tile's dependent sizes follow."""
+    if "columns" not in tile:
+        return kernel_of_case(case, gpu, **tile)
+    columns, chosen = tile["columns"], kernel_of_case(case, gpu).params["tile"]
+    of_slab = 128 * 40 + columns * 16 + columns // 8 * 32
+    assert chosen["columns"] != columns or of_slab * chosen["slabs"] == chosen["stage_bytes"]
+    sizes = {"threads": 2 * columns, "resident": 256 // columns}
+    return kernel_of_case(case, gpu, **tile, **sizes, stage_bytes=of_slab * tile["slabs"])
+
+
+def time_all(gpu: Gpu, sweep: bool) -> list[dict[str, Any]]:
+    kernels = {
+        (case, index): with_sizes(case, tile, gpu)
+        for case in CASES
+        for index, tile in enumerate(tiles_of(case, sweep))
+    }
+    began = time.perf_counter()
+    functions = functions_of(kernels.values(), gpu)
+    print(f"compiled {len(functions)} kernels in {time.perf_counter() - began:.1f} s")
+    rows = []
+    for case in CASES:
+        operands = upload(case)
+        for (of_case, _), kernel in kernels.items():
+            if of_case == case:
+                row = measure(case, kernel, functions[kernel.symbol], operands, gpu)
+                rows.append(row)
+                sizes = {k: v for k, v in row["tile"].items() if k not in {"stage_bytes", "rows"}}
+                print(
+                    f"{row['case']:34} {row['us']:9.1f} us {row['gb_per_s']:7.0f} GB/s "
+                    f"{row['tera_ops']:6.1f} Top/s  {sizes}",
+                    flush=True,
+                )
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
+    parser.add_argument("--sweep", action="store_true", help="try other tile sizes too")
+    parser.add_argument("--only", choices=("test", "time"), help="do one of the two")
+    options = parser.parse_args()
+    if missing := gpu_missing():
+        print(f"gpu_kernels: {missing}", file=sys.stderr)
+        return 1
+    with device() as gpu:
+        rate = copy_rate()
+        print(
+            f"sm_{gpu.sm}, {gpu.num_sms} multiprocessors, copy {rate * 1e-9:.0f} GB/s", flush=True
+        )
+        failures = test_all(gpu) if options.only != "time" else []
+        rows = time_all(gpu, options.sweep) if options.only != "test" else []
+    if options.json:
+        options.json.write_text(json.dumps({"copy_bytes_per_s": rate, "rows": rows}, indent=1))
+    print("\n".join([f"{len(failures)} failures", *failures[:40]]))
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
