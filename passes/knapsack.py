@@ -36,8 +36,8 @@ _HOST, _GPU = 0, 1
 class Keys:
     """Gains and hand-off costs as parts of a key: value x scale - number of hand-offs.
 
-    `to_gpu` and `to_host` are paid before each unit whose neighbour is on the other side; before
-    the first unit there is none.
+    `to_gpu` and `to_host` are paid before each unit whose neighbour before is on the other side;
+    the first unit has none.
     """
 
     scale: int
@@ -52,7 +52,6 @@ class Keys:
         gains = [objective.gain_ns(unit) * scale for unit in units]
         to_gpu = [objective.crossing_ns(unit, Side.GPU) * scale + 1 for unit in units]
         to_host = [objective.crossing_ns(unit, Side.HOST) * scale + 1 for unit in units]
-        to_gpu[:1] = to_host[:1] = [0] * min(len(units), 1)
         assert sum(map(abs, gains)) + sum(to_gpu) + sum(to_host) < _LARGEST_KEY
         parts = (np.array(part, dtype=np.int64) for part in (gains, to_gpu, to_host))
         return Keys(scale, *parts)
@@ -112,6 +111,7 @@ def solve(
     """Fill the table up to `cells`; `sides` pins units (and overrides their own pins)."""
     sizes = tuple(-(-unit.num_bytes // cell_bytes) for unit in units)
     came_from = np.empty((len(units), 2, (cells + 8) // 8), dtype=np.uint8)
+    # Before the first unit, both sides are worth nothing, so that it pays no hand-off.
     host = np.zeros(cells + 1, dtype=np.int64)
     gpu = np.zeros(cells + 1, dtype=np.int64)
     for index, (size, side) in enumerate(zip(sizes, sides, strict=True)):

@@ -35,7 +35,7 @@ class FixedBytes:
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """A placement, and the smallest VRAM budget whose best placement it is.
+    """A placement, and the smallest VRAM budget (in whole cells) whose best placement it is.
 
     `required_bytes` (fixed + slots + resident) is what it really takes, at most `budget_bytes`.
     """
@@ -78,22 +78,20 @@ def ladder(
         )
     frontier = explore(units, objective, budget_bytes - taken)
     rungs = []
-    for cells in choose_rungs(frontier, tolerance):
-        placement = frontier.placement(cells)
-        model_bytes = max(cells * frontier.cell_bytes, placement.resident_bytes)
-        rungs.append(
-            Rung(taken + model_bytes, taken + placement.resident_bytes, slot_bytes, placement)
-        )
+    for column in choose_rungs(frontier, tolerance):
+        placement = frontier.placement(column)
+        budget = taken + frontier.column_bytes(column)
+        rungs.append(Rung(budget, taken + placement.resident_bytes, slot_bytes, placement))
     return tuple(rungs)
 
 
 def choose_rungs(frontier: Frontier, tolerance: float) -> list[int]:
-    """The fewest budgets, in cells, that keep the promise of `ladder`; with both ends.
+    """The fewest columns that keep the promise of `ladder`; with both ends.
 
     From each rung, the next is the first budget worth more than the tolerance allows: any later
     one would break the promise just below it, so no other choice needs fewer.
     """
-    first, last = frontier.feasible_from, frontier.cells
+    first, last = frontier.first, frontier.last
     worth = frontier.costs.values_ns(frontier.keys)
     allowed = tolerance * float(worth[last] - worth[first])
     chosen = [first]

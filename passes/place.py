@@ -46,47 +46,58 @@ def tensor(units: Sequence[UnitCost], objective: Objective, budget_bytes: int) -
         BudgetError: units pinned to VRAM do not fit.
     """
     frontier = explore(units, objective, budget_bytes)
-    return frontier.placement(frontier.cells)
+    return frontier.placement(frontier.last)
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A coarse placement as a rival of the tables."""
+    """A coarse placement as a rival of the tables, from the first column that holds it."""
 
-    cells: int
+    column: int
     key: int
     bits: Bits
 
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    """The best placement for every budget of 0, 1, ... `cells` cells of `cell_bytes`.
+    """The best placement for every budget of 0, 1, ... whole cells, and for the whole budget.
 
-    `keys` grow with the budget; below `feasible_from`, what is pinned to VRAM does not fit.
+    `keys` has a column for each, growing: the last one is the whole budget, with the part of a cell
+    that the tables cannot use. Below `first`, what is pinned to VRAM does not fit.
     """
 
     units: tuple[UnitCost, ...]
     objective: Objective
     costs: Keys
     cell_bytes: int
-    cells: int
-    feasible_from: int
+    budget_bytes: int
+    first: int
     keys: NDArray[np.int64]
     tables: tuple[Table, ...]
     steps: tuple[_Step, ...]
 
-    def value_ns(self, cells: int) -> int:
-        """Value of the best placement within so many cells."""
-        return int(self.costs.values_ns(self.keys[cells : cells + 1])[0])
+    @property
+    def last(self) -> int:
+        """The column of the whole budget."""
+        return len(self.keys) - 1
 
-    def placement(self, cells: int) -> Placement:
-        """The best placement within so many cells; of equals, the table's before a coarse one."""
-        best = int(self.keys[cells])
+    def column_bytes(self, column: int) -> int:
+        """The budget that a column stands for."""
+        return min(column * self.cell_bytes, self.budget_bytes)
+
+    def value_ns(self, column: int) -> int:
+        """Value of the best placement within a column's budget."""
+        return int(self.costs.values_ns(self.keys[column : column + 1])[0])
+
+    def placement(self, column: int) -> Placement:
+        """The best placement within a column's budget; a table's, unless a coarse one is better."""
+        best = int(self.keys[column])
+        cells = min(column, self.last - 1)
         bits = next((t.placement(cells) for t in self.tables if t.keys[cells] == best), None)
         if bits is None:
-            bits = next(s.bits for s in self.steps if s.cells <= cells and s.key == best)
+            bits = next(s.bits for s in self.steps if s.column <= column and s.key == best)
         found = describe_placement(self.units, bits, self.objective)
-        assert found.value_ns == self.value_ns(cells)
+        assert found.value_ns == self.value_ns(column)
         return found
 
 
@@ -99,19 +110,21 @@ def explore(units: Sequence[UnitCost], objective: Objective, budget_bytes: int) 
     cell_bytes = choose_cell_bytes(units)
     eligible = [unit for unit in units if unit.side is not Side.HOST]
     useful = sum(-(-unit.num_bytes // cell_bytes) for unit in eligible)
-    cells = min(max(budget_bytes, 0) // cell_bytes, useful)
+    budget_bytes = max(budget_bytes, 0)
+    cells = min(budget_bytes // cell_bytes, useful)
     costs = Keys.of(units, objective)
     tables = algorithm_1(units, costs, cells, cell_bytes)
-    steps = _coarse_steps(units, costs, budget_bytes, cells, cell_bytes)
+    steps = _coarse_steps(units, costs, budget_bytes, cell_bytes)
     keys = np.maximum.reduce([table.keys for table in tables])
+    keys = np.append(keys, keys[-1])
     for step in steps:
-        np.maximum(keys[step.cells :], step.key, out=keys[step.cells :])
-    feasible_from = min([t.feasible_from for t in tables] + [s.cells for s in steps])
-    if feasible_from > cells:
+        np.maximum(keys[step.column :], step.key, out=keys[step.column :])
+    first = min([table.feasible_from for table in tables] + [step.column for step in steps])
+    if not steps:
         pinned = bytes_on_gpu(units, [unit.side is Side.GPU for unit in units])
         raise does_not_fit("units that run on the GPU only need", pinned, budget_bytes)
     return Frontier(
-        tuple(units), objective, costs, cell_bytes, cells, feasible_from, keys, tables, steps
+        tuple(units), objective, costs, cell_bytes, budget_bytes, first, keys, tables, steps
     )
 
 
@@ -153,21 +166,16 @@ def choose_cell_bytes(units: Sequence[UnitCost]) -> int:
 
 
 def _coarse_steps(
-    units: Sequence[UnitCost],
-    costs: Keys,
-    budget_bytes: int,
-    cells: int,
-    cell_bytes: int,
+    units: Sequence[UnitCost], costs: Keys, budget_bytes: int, cell_bytes: int
 ) -> tuple[_Step, ...]:
-    """The coarse placements within the budget, by size; sizes here are exact, not rounded a unit.
+    """The coarse placements within the budget, by size, which is rounded up once, not a unit.
 
-    One that fits the budget but not its whole cells counts for the last cell.
+    The first of each chain holds pinned units alone: if it does not fit, nothing does.
     """
     steps: list[_Step] = []
     chains = (layer_steps(units), ffn_steps(units), expert_steps(units))
     for bits in dict.fromkeys(bits for chain in chains for bits in chain):
         num_bytes = bytes_on_gpu(units, bits)
         if num_bytes <= budget_bytes:
-            needed = min(-(-num_bytes // cell_bytes), cells)
-            steps.append(_Step(needed, costs.of_placement(bits), bits))
-    return tuple(sorted(steps, key=lambda step: step.cells))
+            steps.append(_Step(-(-num_bytes // cell_bytes), costs.of_placement(bits), bits))
+    return tuple(sorted(steps, key=lambda step: step.column))

@@ -44,7 +44,9 @@ def unit_lists(
         kinds = [Kind.WEIGHTS, Kind.KV_CACHE] if part is Part.ATTENTION else [Kind.WEIGHTS]
         if part is Part.FFN and moe is not False:
             kinds.append(Kind.EXPERT_STACK)
-        size = draw(st.integers(0, 5)) * CELL if whole_cells else draw(st.integers(0, 5 * CELL))
+        size = draw(st.integers(0, 5)) * CELL
+        if not whole_cells:
+            size = max(size + draw(st.sampled_from([-1500, -1, 0, 1, 900])), 0)
         has_layer = part in (Part.ATTENTION, Part.FFN)
         units.append(
             UnitCost(
@@ -71,7 +73,11 @@ objectives = st.builds(
     prompt_share=st.sampled_from([0.0, 0.0, 0.3, 1.0]),
     chunk=st.just(4),
 )
-budgets = st.integers(0, 40 * CELL)
+budgets = st.builds(
+    lambda cells, more: max(cells * CELL + more, 0),
+    st.integers(0, 40),
+    st.sampled_from([-1, 0, 1, 1800]),
+)
 
 
 def all_placements(sides: Sequence[Side | None]) -> Iterator[tuple[bool, ...]]:
@@ -242,7 +248,7 @@ def test_rungs_without_tolerance_are_all_distinct_values(
     units: tuple[UnitCost, ...], objective: Objective
 ) -> None:
     frontier = explore(units, objective, 40 * CELL)
-    values = {frontier.value_ns(m) for m in range(frontier.feasible_from, frontier.cells + 1)}
+    values = {frontier.value_ns(m) for m in range(frontier.first, frontier.last + 1)}
     assert {frontier.value_ns(m) for m in choose_rungs(frontier, 0.0)} == values
 
 
