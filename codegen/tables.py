@@ -6,12 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from atsc.codegen.cpu import ISA_LEVELS, Kernel, pointers_of_slots
+from atsc.codegen.device_tables import (
+    DeviceTables,
+    device_declarations,
+    device_entry,
+    device_kernels_of,
+    unit_times,
+)
 from atsc.codegen.render import BANNER
 from atsc.codegen.storage import Storage
 from atsc.compiler.ir import LOGIT_ROWS, Graph, Node
 from atsc.compiler.ops import op_of
 from atsc.passes.allocate import Allocation
-from atsc.passes.partition import Schedule
+from atsc.passes.partition import Schedule, UnitKind
 
 MAX_INPUTS, MAX_OUTPUTS = 20, 2
 
@@ -50,6 +57,7 @@ class TableInputs:
     context_length: int
     chunk: int
     max_logit_rows: int
+    device: DeviceTables | None = None
 
 
 def tables_source(t: TableInputs) -> str:
@@ -77,6 +85,7 @@ def tables_source(t: TableInputs) -> str:
         "namespace {",
         f"constexpr int32_t kEosTokenIds[] = {{{eos}}};",
         f"constexpr ValueEntry kValues[] = {{\n{_values(t, value_names)}}};",
+        *device_declarations(t.device),
         f"constexpr NodeEntry kNodes[] = {{\n{nodes}}};",
         f"constexpr UnitEntry kUnits[] = {{\n{_units(t)}}};",
         f"constexpr CacheEntry kCaches[] = {{\n{_caches(t)}}};",
@@ -89,7 +98,8 @@ def tables_source(t: TableInputs) -> str:
         f"    {len(info.eos_token_ids)}, kEosTokenIds,",
         f"    {t.allocation.arena_bytes}ull, {t.allocation.private_arena_bytes}ull,",
         f"    {t.storage.num_bytes}ull, {len(value_names)}, {len(t.graph.nodes)},",
-        f"    {len(t.storage.units)}, {len(t.caches)}, kValues, kNodes, kUnits, kCaches}};",
+        f"    {len(t.storage.units)}, {len(t.caches)}, kValues, kNodes, kUnits, kCaches,",
+        f"    {device_entry(t.device)}}};",
         "}  // namespace atsc",
         "",
     ]
@@ -115,9 +125,17 @@ def _values(t: TableInputs, names: Sequence[str]) -> str:
 
 
 def _units(t: TableInputs) -> str:
+    kinds = {
+        UnitKind.SHARED: "kShared",
+        UnitKind.HOST: "kHost",
+        UnitKind.KV_CACHE: "kKvCache",
+        UnitKind.WEIGHTS: "kWeights",
+    }
+    units = zip(t.storage.units, t.unit_crc32, strict=True)
     return "".join(
-        f"    {{{_string(unit.name)}, {unit.offset}ull, {unit.bytes}ull, {crc:#x}u}},\n"
-        for unit, crc in zip(t.storage.units, t.unit_crc32, strict=True)
+        f"    {{{_string(unit.name)}, {unit.offset}ull, {unit.bytes}ull, {crc:#x}u, "
+        f"UnitKind::{kinds[unit.kind]}, {unit_times(t.device, index)}}},\n"
+        for index, (unit, crc) in enumerate(units)
     )
 
 
@@ -149,7 +167,8 @@ def _node(t: TableInputs, index: int, value_index: Mapping[str, int]) -> str:
             f"     {{{', '.join(_inputs(t, node, value_index))}}},",
             f"     {{{', '.join(_pad(outputs, MAX_OUTPUTS))}}},",
             f"     RowsOf::{rows or _rows_of(node)}, {' | '.join(flags) or '0'},",
-            f"     {t.schedule.group[index]}, {t.unit_of_node[index]}, {layer}}}",
+            f"     {t.schedule.group[index]}, {t.unit_of_node[index]}, {layer},",
+            f"     {device_kernels_of(t.device, index)}}}",
         ]
     )
 

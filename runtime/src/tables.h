@@ -37,6 +37,23 @@ enum NodeFlags : uint32_t {
   kAligned = 2,
 };
 
+// The numbers that a device kernel's launch depends on (codegen/cuda.py).
+struct LaunchShape {
+  int64_t rows;
+  int64_t kv_capacity;
+  int64_t num_sms;
+};
+
+// A kernel of one of the plan's device modules, and how to launch it.
+struct DeviceKernel {
+  const char* symbol;
+  int32_t module;        // index into Plan::modules
+  int32_t block;         // threads of a block
+  int32_t shared_bytes;  // dynamic shared memory
+  void (*grid)(const LaunchShape& shape, uint32_t grid[3]);
+  uint64_t (*scratch_bytes)(const LaunchShape& shape);
+};
+
 struct NodeEntry {
   const char* name;
   const char* op;
@@ -49,6 +66,17 @@ struct NodeEntry {
   int32_t group;   // nodes of one group run without a barrier between them in a round of few rows
   int32_t unit;    // index into Plan::units
   int32_t layer;   // attention: index into Plan::caches; else -1
+  const DeviceKernel* device_few_rows = nullptr;   // null: the node runs on the host only
+  const DeviceKernel* device_many_rows = nullptr;
+};
+
+// What a unit is: passes/partition.py UnitKind.
+enum class UnitKind : uint8_t { kShared, kHost, kKvCache, kWeights };
+
+// Time of a unit's nodes in one round, as profiling found it.
+struct UnitTimes {
+  int64_t cpu_ns;
+  int64_t gpu_ns;
 };
 
 struct UnitEntry {
@@ -56,6 +84,10 @@ struct UnitEntry {
   uint64_t offset;  // in weights.bin, a multiple of 4096
   uint64_t bytes;
   uint32_t crc32;   // of the range, as zlib computes it
+  UnitKind kind = UnitKind::kWeights;
+  UnitTimes decode = {};    // one token at half the context
+  UnitTimes prefill = {};   // a whole chunk
+  int64_t transfer_ns = 0;  // from pinned host memory to the device
 };
 
 struct CacheEntry {
@@ -63,6 +95,41 @@ struct CacheEntry {
   int32_t head_size;
   int32_t window;        // tokens that attention sees, 0: all
   int64_t capacity;      // tokens that the cache holds
+};
+
+// Device binaries of the plan, in kernels/: the loader takes the set of the device's own compute
+// capability, or else PTX.
+struct ModuleEntry {
+  const char* file;   // relative to the plan's folder
+  int32_t index;      // which DeviceKernel::module it serves
+  int32_t sm;         // compute capability, 90 for sm_90
+  bool is_ptx;        // for this and all later ones
+};
+
+// One placement: which units live in device memory if so much of it is free.
+struct RungEntry {
+  uint64_t required_bytes;   // of device memory, everything counted
+  uint64_t resident_bytes;   // units, KV caches of all sessions among them
+  uint64_t slot_bytes;       // of each promotion slot
+  int32_t num_slots;
+  const uint8_t* on_device;  // a byte a unit: 1 if it lives there
+  int64_t decode_ns;         // predicted, a token
+  int64_t prefill_ns;        // predicted, a whole chunk
+};
+
+enum class DeviceKind : uint8_t { kNone, kCuda, kVirtual };
+
+// What the plan knows of the device that it was made for; all zero without one.
+struct DeviceEntry {
+  DeviceKind kind;
+  uint64_t budget_bytes;           // --vram
+  uint64_t headroom_bytes;         // kept free of it
+  int64_t hand_off_ns;             // latency of activations crossing, predicted
+  double link_bytes_per_s;         // host to device, beside the CPU's computation
+  int64_t stream_from_rows;        // rounds of at least so many rows stream all host units; 0: none
+  int32_t num_modules, num_rungs;
+  const ModuleEntry* modules;
+  const RungEntry* rungs;          // ascending required_bytes; the first needs the least
 };
 
 struct Plan {
@@ -84,9 +151,10 @@ struct Plan {
   const NodeEntry* nodes;
   const UnitEntry* units;
   const CacheEntry* caches;
+  DeviceEntry device = {};
 };
 
-inline constexpr uint32_t kAbiVersion = 1;
+inline constexpr uint32_t kAbiVersion = 2;
 
 extern const Plan kPlan;
 
