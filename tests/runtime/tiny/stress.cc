@@ -1,0 +1,142 @@
+// Runs the tiny plan hard, for a sanitizer to watch: pools of several sizes, sessions in threads of
+// their own, cancels at any moment, save and restore. stress WEIGHTS STATE_FILE; prints "fine".
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "atsc.h"
+
+extern "C" const atsc_api* atsc_get_api(uint32_t version);
+
+namespace {
+
+constexpr int kVocab = 32, kTokens = 90;
+const atsc_api* api = nullptr;
+
+atsc_message message() {
+  atsc_message empty{};
+  empty.struct_size = sizeof empty;
+  return empty;
+}
+
+// Ends the program unless the call did what was expected of it.
+void check(atsc_status status, const atsc_message& said, atsc_status also_fine = ATSC_OK) {
+  if (status == ATSC_OK || status == also_fine) return;
+  std::fprintf(stderr, "status %d: %s\n", status, said.text);
+  std::exit(1);
+}
+
+std::vector<int32_t> prompt() {
+  std::vector<int32_t> tokens;
+  for (int i = 0; i < kTokens; ++i) tokens.push_back(i * 7 % 30);
+  return tokens;
+}
+
+std::vector<float> forward(atsc_session* session) {
+  const auto tokens = prompt();
+  std::vector<float> logits(size_t{kTokens} * kVocab);
+  atsc_message said = message();
+  atsc_prefill call{};
+  call.struct_size = sizeof call;
+  call.tokens = tokens.data();
+  call.num_tokens = kTokens;
+  call.logits = ATSC_LOGITS_ALL;
+  call.out = logits.data();
+  call.out_floats = static_cast<int64_t>(logits.size());
+  check(api->session_rewind(session, 0, &said), said);
+  check(api->session_prefill(session, &call, &said), said);
+  return logits;
+}
+
+std::vector<float> decode_all(atsc_session* session) {
+  std::vector<float> logits(size_t{kTokens} * kVocab);
+  atsc_message said = message();
+  check(api->session_rewind(session, 0, &said), said);
+  float* out = logits.data();
+  for (const int32_t token : prompt()) {
+    check(api->session_decode(session, token, out, &said), said);
+    out += kVocab;
+  }
+  return logits;
+}
+
+// Decodes until the canceller is done; every call either works or is cancelled.
+void decode_while_cancelled(atsc_session* session) {
+  std::atomic<bool> done{false};
+  std::thread canceller([&] {
+    atsc_message said = message();
+    for (int i = 0; i < 30; ++i) {
+      std::this_thread::sleep_for(std::chrono::microseconds(200 * (i % 3)));
+      check(api->session_cancel(session, &said), said);
+    }
+    done = true;
+  });
+  atsc_message said = message();
+  while (!done) {
+    int64_t position = 0;
+    check(api->session_get_position(session, &position, &said), said);
+    if (position == kTokens) check(api->session_rewind(session, 0, &said), said);
+    check(api->session_decode(session, 5, nullptr, &said), said, ATSC_CANCELLED);
+  }
+  canceller.join();
+}
+
+void use_plan(const char* weights, const std::string& state, int num_threads, bool read,
+              std::vector<float>& expected) {
+  atsc_message said = message();
+  atsc_plan_options options{};
+  options.struct_size = sizeof options;
+  options.weights_path = weights;
+  options.num_threads = num_threads;
+  options.weights_mode = read ? ATSC_WEIGHTS_READ : ATSC_WEIGHTS_MAP;
+  options.verify = 1;
+  options.max_sessions = 3;
+  atsc_plan* plan = nullptr;
+  check(api->plan_open(&options, &plan, &said), said);
+  std::vector<std::thread> users;
+  for (int user = 0; user < 3; ++user) {
+    users.emplace_back([&, user] {
+      atsc_message own = message();
+      atsc_session* session = nullptr;
+      check(api->session_create(plan, &session, &own), own);
+      const std::vector<float> got = user == 0 ? forward(session) : decode_all(session);
+      if (got != expected) std::exit(2);
+      decode_while_cancelled(session);
+      const std::string path = state + std::to_string(user);
+      check(api->session_save(session, path.c_str(), &own), own);
+      check(api->session_restore(session, path.c_str(), &own), own);
+      if (decode_all(session) != expected) std::exit(3);
+      check(api->session_destroy(session, &own), own);
+    });
+  }
+  for (std::thread& user : users) user.join();
+  check(api->plan_close(plan, &said), said);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 3) return 64;
+  api = atsc_get_api(ATSC_API_VERSION);
+  atsc_message said = message();
+  atsc_plan_options options{};
+  options.struct_size = sizeof options;
+  options.weights_path = argv[1];
+  options.num_threads = 1;
+  atsc_plan* plan = nullptr;
+  atsc_session* session = nullptr;
+  check(api->plan_open(&options, &plan, &said), said);
+  check(api->session_create(plan, &session, &said), said);
+  std::vector<float> expected = forward(session);
+  check(api->session_destroy(session, &said), said);
+  check(api->plan_close(plan, &said), said);
+  for (const int num_threads : {1, 2, 4}) {
+    use_plan(argv[1], argv[2], num_threads, num_threads == 2, expected);
+  }
+  std::puts("fine");
+}
