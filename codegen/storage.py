@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,8 +14,9 @@ from atsc.codegen.layout import (
     is_tiled_by,
     store,
 )
-from atsc.compiler.ir import Graph
+from atsc.compiler.ir import ArraySource, DType, FloatFormat, Graph, Weight
 from atsc.compiler.ops import op_of
+from atsc.compiler.weights import read_f32
 from atsc.passes.partition import Unit, UnitKind
 
 
@@ -43,7 +45,9 @@ class Storage:
 
 
 def store_weights(graph: Graph) -> dict[str, StoredWeight]:
-    """Decide how each weight is stored, by how it is read."""
+    """Decide how each weight is stored, by how it is read: what is no operator's matrix (norms,
+    biases, cos and sin) in float32, which is what its kernels read.
+    """
     matrices, in_linear = set(), set()
     for node in graph.nodes:
         op = op_of(node)
@@ -52,9 +56,20 @@ def store_weights(graph: Graph) -> dict[str, StoredWeight]:
         if node.op == "linear":
             in_linear.add(node.inputs[1])
     return {
-        name: store(weight, name in matrices and is_tiled_by(weight, name in in_linear))
+        name: store(weight, is_tiled_by(weight, name in in_linear))
+        if name in matrices
+        else store(widened(weight), False)
         for name, weight in graph.weights.items()
     }
+
+
+def widened(weight: Weight) -> Weight:
+    """A float weight as float32."""
+    if weight.format == FloatFormat(DType.F32) or not isinstance(weight.format, FloatFormat):
+        return weight
+    data = weight.parts["data"]
+    wide = ArraySource(DType.F32, data.shape, lambda: read_f32(data))
+    return dataclasses.replace(weight, format=FloatFormat(DType.F32), parts={"data": wide})
 
 
 def lay_out(graph: Graph, units: Sequence[Unit], stored: Mapping[str, StoredWeight]) -> Storage:
