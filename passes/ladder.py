@@ -71,11 +71,8 @@ def ladder(
     """
     taken = fixed.total + slot_bytes
     if taken > budget_bytes:
-        raise does_not_fit(
-            "beside the model, context, modules, activations, head-room and slots need",
-            taken,
-            budget_bytes,
-        )
+        what = "context, modules, activations, head-room and slots alone need"
+        raise does_not_fit(what, taken, budget_bytes)
     frontier = explore(units, objective, budget_bytes - taken)
     rungs = []
     for column in choose_rungs(frontier, tolerance):

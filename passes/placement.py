@@ -201,11 +201,10 @@ def obey_pins(units: Sequence[UnitCost], wanted: Callable[[UnitCost], bool]) -> 
     return tuple(wanted(unit) if unit.side is None else unit.side is Side.GPU for unit in units)
 
 
-def does_not_fit(what: str, needed_bytes: int, budget_bytes: int) -> BudgetError:
-    """The error for `what` that needs more VRAM than the budget leaves for weights and caches."""
+def does_not_fit(what: str, needed_bytes: int, budget_bytes: int, hint: str = "") -> BudgetError:
+    """The error for `what` that needs more VRAM than the budget leaves for it."""
     needed, budget = needed_bytes / (1 << 20), budget_bytes / (1 << 20)
     return BudgetError(
         f"placing units: {what} {needed:.1f} MiB of VRAM, {needed - budget:.1f} MiB more than the "
-        f"{budget:.1f} MiB that the budget leaves for weights and KV caches; raise --vram, lower "
-        "--ctx, or choose --policy tensor"
+        f"{budget:.1f} MiB that the budget leaves for it; raise --vram or lower --ctx{hint}"
     )

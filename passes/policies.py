@@ -25,6 +25,7 @@ from atsc.passes.placement import (
 )
 
 NUM_STREAM_SLOTS = 2
+_HINT = ", or choose --policy tensor"
 
 
 def cpu(units: Sequence[UnitCost], objective: Objective, budget_bytes: int) -> Placement:
@@ -43,7 +44,7 @@ def gpu(units: Sequence[UnitCost], objective: Objective, budget_bytes: int) -> P
     """
     on_gpu = obey_pins(units, lambda unit: True)
     if (needed := bytes_on_gpu(units, on_gpu)) > budget_bytes:
-        raise does_not_fit("policy gpu needs", needed, budget_bytes)
+        raise does_not_fit("policy gpu needs", needed, budget_bytes, _HINT)
     return describe_placement(units, on_gpu, objective)
 
 
@@ -62,7 +63,7 @@ def stream(units: Sequence[UnitCost], objective: Objective, budget_bytes: int) -
     slot_bytes = NUM_STREAM_SLOTS * max((units[i].num_bytes for i in streamed), default=0)
     resident_bytes = bytes_on_gpu(units, resident)
     if (needed := resident_bytes + slot_bytes) > budget_bytes:
-        raise does_not_fit("policy stream needs (slots and KV caches)", needed, budget_bytes)
+        raise does_not_fit("policy stream needs (slots and KV caches)", needed, budget_bytes, _HINT)
     stall_ns = objective.weigh_ns(
         _stall_ns([unit.decode for unit in units], runs_on_gpu, streamed),
         _stall_ns([unit.prefill for unit in units], runs_on_gpu, streamed),

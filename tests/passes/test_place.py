@@ -276,6 +276,9 @@ def test_the_worked_example_of_the_documentation() -> None:
     assert table.placement(6) == (False, False, True, True, True, False)
     by_density = (False, True, True, False, False, True)
     assert placement_value(units, by_density, objective) == (6, 3, 6)
+    nothing_fixed = FixedBytes(0, 0, 0, 0)
+    rungs = ladder(units, objective, 9 * MIB, nothing_fixed, tolerance=0.25)
+    assert [rung.budget_bytes // MIB for rung in rungs] == [0, 4, 7, 9]
 
 
 def test_a_gain_below_its_hand_offs_does_not_fragment() -> None:
