@@ -1,0 +1,348 @@
+"""The command line with everything behind it replaced: usage, errors, output, exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_plan import write_plan
+
+from atsc.compiler import cli, driver, plan
+from atsc.compiler.commands.console import ProgressBar, format_size, parse_size, table
+from atsc.compiler.errors import ModelError, UsageError
+
+
+@dataclass
+class Outcome:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def document(self) -> Any:
+        return json.loads(self.out)
+
+
+Atsc = Callable[..., Outcome]
+
+
+@pytest.fixture
+def atsc(capsys: pytest.CaptureFixture[str]) -> Atsc:
+    def run(*arguments: str | Path) -> Outcome:
+        code = cli.main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return Outcome(code, captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_plan(tmp_path / "a plän.atsplan")
+    return tmp_path / "a plän.atsplan"
+
+
+def one_line(outcome: Outcome, code: int) -> str:
+    assert (outcome.code, outcome.out) == (code, "")
+    assert outcome.err.endswith("\n")
+    assert outcome.err.count("\n") == 1, outcome.err
+    assert outcome.err.startswith("atsc")
+    return outcome.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "arguments are required: COMMAND"),
+        (["complie", "x"], "no command 'complie'; did you mean compile?"),
+        (["xyzzy"], "commands are compile, run,"),
+        (["check"], "arguments are required: PLAN"),
+        (["check", "a", "b"], "unrecognized arguments: b"),
+        (["compile", "m", "--ctx", "0"], "--ctx: '0' is no whole number from 1 up"),
+        (["compile", "m", "--threads", "two"], "'two' is no whole number from 1 up"),
+        (["compile", "m", "--accuracy-level", "2"], "--accuracy-level: invalid choice: 2"),
+        (["run", "p", "-p", "x", "--top-p", "1.5"], "--top-p: '1.5' is no number from 0 to 1"),
+        (["run", "p", "-p", "x", "--temperature", "nan"], "'nan' is no number"),
+        (["run", "p"], "give a prompt with -p TEXT"),
+        (["run", "p", "--chat", "--json"], "--json takes one prompt"),
+        (["run", "p", "-p", "x", "--system", "y"], "--system belongs to --chat"),
+        (["bench", "p", "-p", "1,x"], "-p: 'x' is no whole number from 0 up"),
+        (["bench", ".", "-p", "0", "-n", "0"], "nothing to measure"),
+        (["verify", "p", "m", "--tokens", "1"], "--tokens: '1' is no whole number from 2 up"),
+        (["convert", "m.gguf"], "arguments are required: -o/--output"),
+    ],
+)
+def test_wrong_usage(atsc: Atsc, arguments: list[str], expected: str) -> None:
+    assert expected in one_line(atsc(*arguments), 2)
+
+
+@pytest.mark.parametrize("flag", ["--vram", "--ram", "--disk", "--headroom", "--prompt-share"])
+def test_flags_of_features_to_come_are_refused_by_name(atsc: Atsc, flag: str) -> None:
+    assert f"{flag} is not supported yet" in one_line(atsc("compile", "m", flag, "6G"), 2)
+
+
+def test_more_flags_to_come(atsc: Atsc) -> None:
+    assert "--trace is not supported yet" in one_line(atsc("run", "p", "--trace", "f"), 2)
+    assert "--html is not supported yet" in one_line(atsc("inspect", "p", "--html", "f"), 2)
+
+
+def test_help_and_version(atsc: Atsc) -> None:
+    assert atsc("--version").out.startswith("atsc ")
+    for module in cli.COMMANDS:
+        name = module.__name__.rpartition(".")[2]
+        outcome = atsc(name, "--help")
+        assert (outcome.code, outcome.err) == (0, "")
+        assert f"usage: atsc {name}" in outcome.out
+
+
+def test_paths_that_do_not_exist_name_their_neighbour(atsc: Atsc, folder: Path) -> None:
+    typo = folder.with_name("a plan.atsplan")
+    for arguments in (["check", typo], ["inspect", typo], ["run", typo, "-p", "x"]):
+        assert f"no such plan folder; did you mean {folder}?" in one_line(atsc(*arguments), 1)
+    absent = folder.parent / "nowhere" / "m.onnx"
+    assert f"there is no folder {absent.parent} either" in one_line(atsc("compile", absent), 1)
+
+
+def test_check(atsc: Atsc, folder: Path) -> None:
+    assert ": ok, tïny, 3 files" in atsc("check", folder).out
+    outcome = atsc("check", folder, "--full", "--json")
+    assert outcome.code == 0
+    assert outcome.document["ok"] is True
+    (folder / "libplan.so").write_bytes(b"")
+    assert "truncated" in one_line(atsc("check", folder, "--json"), 1)
+
+
+def test_inspect(atsc: Atsc, folder: Path) -> None:
+    text = atsc("inspect", folder).out
+    for expected in ("tïny", "layer 0 · qkv", "int4b32", "KV cache, 1 x 256 tokens", "13.00 KiB"):
+        assert expected in text
+    document = atsc("inspect", folder, "--json").document
+    assert document["memory"]["peak_bytes"] == 13312
+    assert [unit["name"] for unit in document["units"]] == ["embed", "layer 0 · qkv", "head"]
+
+
+def test_targets(atsc: Atsc) -> None:
+    assert "x86-64-v3" in atsc("targets").out
+    found = atsc("targets", "--json").document["targets"]
+    assert [target["target"] for target in found][:2] == ["auto", "x86-64-v3"]
+    assert found[0]["default_threads"] >= 1
+
+
+class FakeDriver:
+    """Stands in for compile_model; `work` may raise."""
+
+    def __init__(self, result: Path | None, work: Callable[[], None] = lambda: None) -> None:
+        self.result = result
+        self.work = work
+        self.options: driver.CompileOptions | None = None
+
+    def __call__(self, options: driver.CompileOptions, observer: driver.Observer) -> Path | None:
+        self.options = options
+        observer.on_stage(0, "import", Path("model.onnx"), 0.25)
+        observer.on_progress("writing weights", 1, 2)
+        self.work()
+        return self.result
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "model.onnx"
+    path.touch()
+    return path
+
+
+def test_compile_passes_its_flags(
+    atsc: Atsc, folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeDriver(folder)
+    monkeypatch.setattr(driver, "compile_model", fake)
+    outcome = atsc(
+        *("compile", model, "-o", folder, "--ctx", "99", "--chunk", "7", "--threads", "3"),
+        *("--sessions", "2", "--accuracy-level", "4", "--stop-after", "import", "--json", "-v"),
+        *("--target", "x86-64-v3", "--policy", "cpu", "--dump", folder.parent / "dump"),
+    )
+    assert fake.options == driver.CompileOptions(
+        model=model,
+        output=folder,
+        ctx=99,
+        chunk=7,
+        threads=3,
+        accuracy_level=4,
+        target="x86-64-v3",
+        policy="cpu",
+        sessions=2,
+        stop_after="import",
+    )
+    assert outcome.code == 0
+    assert outcome.document["plan"] == str(folder)
+    assert outcome.document["peak_bytes"] == 13312
+    assert outcome.document["stages"] == [{"name": "import", "seconds": 0.25}]
+    assert outcome.err == "1 import          0.25 s  model.onnx\n"
+    assert (folder.parent / "dump" / "01-import.txt").read_text() == "model.onnx\n"
+
+
+def test_compile_leaves_defaults_to_the_driver(
+    atsc: Atsc, folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeDriver(folder)
+    monkeypatch.setattr(driver, "compile_model", fake)
+    outcome = atsc("compile", model)
+    assert fake.options == driver.CompileOptions(model=model)
+    assert f"run it with: atsc run {folder}" in outcome.out
+    assert outcome.err == ""
+
+
+def test_a_compilation_that_was_told_to_stop(
+    atsc: Atsc, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "compile_model", FakeDriver(None))
+    assert "stopped after import" in atsc("compile", model).out
+    assert atsc("compile", model, "--json").document["plan"] is None
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "expected"),
+    [
+        (ModelError("node a:\n  no\n  good"), 1, "atsc: node a:; no; good\n"),
+        (UsageError("--ctx 9: too much"), 2, "atsc: --ctx 9: too much\n"),
+        (ModuleNotFoundError("no", name="onnx"), 1, "pip install 'atsc[compiler]'"),
+        (ModuleNotFoundError("no", name="atsc.x"), 1, "internal error, please report it"),
+        (KeyError("x"), 1, "internal error, please report it: KeyError: 'x'; run again with -v"),
+        (PermissionError(13, "Permission denied", "f"), 1, "atsc: f: Permission denied\n"),
+        (MemoryError(), 1, "out of memory; "),
+    ],
+)
+def test_every_error_is_one_line(
+    atsc: Atsc,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    code: int,
+    expected: str,
+) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(driver, "compile_model", FakeDriver(None, fail))
+    assert expected in one_line(atsc("compile", model), code)
+    assert "Traceback" in atsc("compile", model, "-v").err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_is_quiet(
+    atsc: Atsc, model: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def interrupt() -> None:
+        os.kill(os.getpid(), number)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(driver, "compile_model", FakeDriver(None, interrupt))
+    assert atsc("compile", model) == Outcome(130, "", "")
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_models_that_cannot_be_compiled_as_they_are(atsc: Atsc, tmp_path: Path) -> None:
+    gguf = tmp_path / "m.gguf"
+    gguf.touch()
+    assert f"convert it first: atsc convert {gguf}" in one_line(atsc("compile", gguf), 2)
+    assert "give the name of an .onnx file" in one_line(atsc("convert", gguf, "-o", tmp_path), 2)
+    (tmp_path / "old.toml").write_text('isa = "x86-64-v2"')
+    outcome = atsc("compile", gguf.parent, "--target", tmp_path / "old.toml")
+    assert "kernels need x86-64-v3 (AVX2)" in one_line(outcome, 2)
+
+
+def test_a_reader_that_goes_away(folder: Path) -> None:
+    command = [sys.executable, "-m", "atsc.compiler.cli", "inspect", str(folder), "--json"]
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    process = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, check=False)
+    os.close(write_end)
+    assert (process.returncode, process.stderr) == (1, b"")
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("6G", 6 << 30),
+        ("6GiB", 6 << 30),
+        ("6GB", 6 * 10**9),
+        ("800M", 800 << 20),
+        ("1.5g", 3 << 29),
+        ("2 TB", 2 * 10**12),
+        ("4096", 4096),
+        ("4096B", 4096),
+        ("7k", 7 << 10),
+    ],
+)
+def test_sizes(text: str, num_bytes: int) -> None:
+    assert parse_size(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "G", "-1G", "6X", "6GG", "1e9", "0x10", "6 G B"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is no size"):
+        parse_size(text)
+
+
+def test_sizes_for_people() -> None:
+    assert [format_size(n) for n in (0, 1023, 1536, 5 << 30, 3 << 40)] == [
+        "0 B",
+        "1023 B",
+        "1.50 KiB",
+        "5.00 GiB",
+        "3.00 TiB",
+    ]
+
+
+def test_tables_align() -> None:
+    text = table([["name", "size"], ["a", "10"], ["longer", "5"]], right=(1,))
+    assert text.splitlines() == ["name    size", "------  ----", "a         10", "longer     5"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_shows_after_a_second_and_vanishes() -> None:
+    terminal, now = Terminal(), [0.0]
+    bar = ProgressBar(terminal, clock=lambda: now[0])
+    for tick in range(1, 11):
+        bar.update("writing", tick, 100)
+        now[0] += 0.1
+    assert terminal.getvalue() == ""
+    now[0] = 1.5
+    bar.update("writing", 50, 100)
+    assert "writing" in terminal.getvalue()
+    assert " 50%  2 s left" in terminal.getvalue()
+    written = len(terminal.getvalue())
+    bar.update("writing", 51, 100)
+    assert len(terminal.getvalue()) == written, "not redrawn at once"
+    now[0] = 2.0
+    bar.update("writing", 100, 100)
+    assert terminal.getvalue().endswith("\r\x1b[K")
+    bar.update("next", 1, 2)
+    assert terminal.getvalue().endswith("\r\x1b[K"), "another second for another thing"
+
+
+def test_no_progress_where_there_is_no_terminal() -> None:
+    stream, now = io.StringIO(), [0.0]
+    bar = ProgressBar(stream, clock=lambda: now[0])
+    bar.update("writing", 1, 100)
+    now[0] = 60
+    bar.update("writing", 2, 100)
+    assert stream.getvalue() == ""
+
+
+def test_the_plan_of_these_tests_is_one(folder: Path) -> None:
+    plan.check(folder, full=True)
