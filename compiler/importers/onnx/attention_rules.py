@@ -83,7 +83,7 @@ def _check_state(node: OnnxNode) -> None:
 def _projections(node: OnnxNode) -> tuple[int, int, int, list[Rows]]:
     """Heads, K/V heads, head size; q, k, v or one packed input."""
     heads, kv_heads = node.attrs["num_heads"], node.attrs["kv_num_heads"]
-    if not heads or not kv_heads or heads % kv_heads:
+    if heads < 1 or kv_heads < 1 or heads % kv_heads:
         raise ModelError(f"num_heads {heads} is no multiple of kv_num_heads {kv_heads}")
     packed = node.input(1) is None
     if packed != (node.input(2) is None):
@@ -189,16 +189,16 @@ RULES = (
             "!query_seqlens",
         ),
         {
-            "num_heads": Attr(),
-            "kv_num_heads": Attr(),
+            "num_heads": Attr(required=True),
+            "kv_num_heads": Attr(required=True),
             "scale": Attr(0.0),
             "softcap": Attr(0.0),
             "local_window_size": Attr(-1),
             "do_rotary": Attr(0, (0, 1)),
             "rotary_interleaved": Attr(0, (0, 1)),
             "qk_norm_epsilon": Attr(9.999999974752427e-07),
-            "q_norm_epsilon": Attr(),
-            "k_norm_epsilon": Attr(),
+            "q_norm_epsilon": Attr(kind=float),
+            "k_norm_epsilon": Attr(kind=float),
             "causal": Attr(1, (1,)),
             "smooth_softmax": Attr(-1, (-1, 0)),
             "qk_output": Attr(0, (0,)),

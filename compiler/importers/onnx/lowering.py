@@ -33,6 +33,21 @@ class Attr:
     default: Any = None
     accepted: tuple[Any, ...] | None = None
     """The values that have an implementation; None: the rule checks it, or all are fine."""
+    kind: type = int
+    """The type of its values where there is no default to tell."""
+    required: bool = False
+
+    def problem(self, name: str, value: Any) -> str | None:
+        """What is wrong with a value; None stands for an attribute that is absent."""
+        if value is None:
+            return f"attribute {name} is missing" if self.required else None
+        kind = self.kind if self.default is None else type(self.default)
+        if not isinstance(value, kind):
+            return f"attribute {name} is {value!r}, expected {kind.__name__}"
+        if self.accepted is not None and value not in self.accepted:
+            wanted = " or ".join(map(str, self.accepted))
+            return f"attribute {name} is {value}, supported: {wanted}"
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,10 +220,8 @@ def _check(node: onnx_ir.Node, rule: Rule) -> tuple[dict[str, Any], list[str]]:
     for name in found.keys() - rule.attrs.keys():
         problems.append(f"attribute {name} is not supported")
     attrs = {name: attr.default for name, attr in rule.attrs.items()} | found
-    for name, attr in rule.attrs.items():
-        if attr.accepted is not None and attrs[name] not in attr.accepted:
-            wanted = " or ".join(map(str, attr.accepted))
-            problems.append(f"attribute {name} is {attrs[name]}, supported: {wanted}")
+    wrong = (attr.problem(name, attrs[name]) for name, attr in rule.attrs.items())
+    problems += filter(None, wrong)
     any_number = rule.inputs[-1:] == ("*",)
     for index, value in enumerate(node.inputs):
         present = value is not None and bool(value.name)

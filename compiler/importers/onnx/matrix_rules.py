@@ -101,7 +101,7 @@ def _uint8_weight(
 
 def _matmul_nbits(lowering: Lowering, node: OnnxNode) -> None:
     shape = node.attrs["N"], node.attrs["K"]
-    if None in shape or min(shape) <= 0:
+    if min(shape) <= 0:
         raise ModelError("attributes N and K must be positive")
     points = None if node.input(3) is None else node.constant(3, floats=False)
     parts = node.constant(1, floats=False), node.constant(2), points
@@ -210,10 +210,10 @@ RULES = (
         _matmul_nbits,
         ("x", "weight", "scales", "zero_points?", "!g_idx", "bias?"),
         {
-            "K": Attr(),
-            "N": Attr(),
+            "K": Attr(required=True),
+            "N": Attr(required=True),
             "bits": Attr(4, (4, 8)),
-            "block_size": Attr(None, BLOCK_SIZES),
+            "block_size": Attr(None, BLOCK_SIZES, required=True),
             "accuracy_level": _ACCURACY,
             "weight_prepacked": Attr(0, (0,)),
         },

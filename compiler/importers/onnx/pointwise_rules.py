@@ -131,5 +131,11 @@ RULES = (
     Rule("com.microsoft", "FastGelu", _biased_gelu, ("x", "bias?")),
     Rule("com.microsoft", "QuickGelu", _quick_gelu, ("x",), {"alpha": Attr(1.702)}),
     Rule("", "Pow", _pow, ("x", "exponent")),
-    Rule("", "Cast", _cast, ("x",), {"to": Attr(), "saturate": Attr(1, (1,))}),
+    Rule(
+        "",
+        "Cast",
+        _cast,
+        ("x",),
+        {"to": Attr(None, tuple(onnx_ir.DataType), required=True), "saturate": Attr(1, (1,))},
+    ),
 )

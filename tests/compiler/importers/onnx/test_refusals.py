@@ -51,6 +51,12 @@ CASES: dict[str, tuple[str, list[str], dict[str, object], str]] = {
     "accuracy level 9": (
         "MatMulNBits", WEIGHT, BITS | {"accuracy_level": 9}, "attribute accuracy_level is 9"
     ),
+    "missing attribute": (
+        "MatMulNBits", WEIGHT, {"N": 5, "K": 32}, "attribute block_size is missing"
+    ),
+    "attribute of another type": (
+        "MatMulNBits", WEIGHT, BITS | {"N": 5.5}, "attribute N is 5.5, expected int"
+    ),
     "missing input": ("MatMulNBits", ["x", "codes"], BITS, "input 2 (scales) is missing"),
     "wrong width": (
         "MatMulNBits", WEIGHT, BITS | {"K": 16},
