@@ -1,4 +1,5 @@
-// Linear layers with int4 or int8 weights and Q8 activations: AVX2, exact integer products.
+// Linear layers with int4 or int8 weights and Q8 activations: exact integer products, by AVX2 or,
+// where the translation unit is compiled for it, by VNNI.
 //
 // One register holds 8 rows x 4 k of a tile; the same 4 activations are broadcast to all rows.
 // int4: vpmaddubsw of codes 0..15 and activations -127..127. A lane of int16 adds 16 products, at
@@ -6,12 +7,29 @@
 // int8: vpmaddubsw of |code| <= 128 and activation * sign(code). Two products, at most
 //   2 * 128 * 127 = 32512, fit int16; sums go on in int32. (Codes taken as unsigned would reach
 //   2 * 255 * 127 and saturate.)
+// VNNI: vpdpbusd of raw codes, which adds four products in int32.
 // A slab then adds scale_w * scale_x * dot + offset_w * scaled_sum_x in float.
 #pragma once
 
 #include "linear.h"
 
 namespace atsc {
+
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+constexpr bool kVnni = true;
+static inline __m256i add_products(__m256i sum, __m256i codes, __m256i x) {
+  return _mm256_dpbusd_epi32(sum, codes, x);
+}
+#elif defined(__AVXVNNI__)
+constexpr bool kVnni = true;
+static inline __m256i add_products(__m256i sum, __m256i codes, __m256i x) {
+  return _mm256_dpbusd_avx_epi32(sum, codes, x);
+}
+#else
+constexpr bool kVnni = false;
+static inline __m256i add_products(__m256i sum, __m256i, __m256i) { return sum; }
+#endif
+constexpr bool kSigned = !kVnni;  // int8: the codes as stored, or raw
 
 // A tile's weights of one slab of 32 K: codes of k = 4 i .. 4 i + 3 in codes[i].
 template <class Layer>
@@ -47,11 +65,14 @@ static inline Q8Slab<Layer> load_slab(const Operands<Layer>& at, int64_t tile, i
     }
   } else {
 #pragma GCC unroll 8
-    for (int g = 0; g < 8; ++g) loaded.codes[g] = load_bytes(p + 32 * g);
+    for (int g = 0; g < 8; ++g) {
+      const __m256i stored = load_bytes(p + 32 * g);
+      loaded.codes[g] = kSigned ? stored : _mm256_xor_si256(stored, _mm256_set1_epi8(-128));
+    }
   }
   for (int half = 0; half < num_halves<Layer>(); ++half) {
     const int64_t block = slab * kQ8Block / Layer::kBlock + half;
-    loaded.terms[half] = load_terms<Layer, true>(at.scales, at.zeros, tile, block);
+    loaded.terms[half] = load_terms<Layer, kSigned>(at.scales, at.zeros, tile, block);
   }
   return loaded;
 }
@@ -64,18 +85,18 @@ static inline __m256i dot(const __m256i* codes, const int8_t* x) {
 #pragma GCC unroll 8
   for (int i = kFirst; i < kFirst + kCount; ++i) {
     const __m256i four = broadcast4(x + 4 * i);
-    if constexpr (Layer::kFormat == Format::int4) {
-      const __m256i products = _mm256_maddubs_epi16(codes[i], four);
-      sum = i == kFirst ? products : _mm256_add_epi16(sum, products);
+    if constexpr (kVnni) {
+      sum = add_products(sum, codes[i], four);
+    } else if constexpr (Layer::kFormat == Format::int4) {
+      sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes[i], four));
       asm("" : "+x"(sum));  // in this order: all broadcasts at once would spill the codes
     } else {
       const __m256i size = _mm256_abs_epi8(codes[i]);
       const __m256i products = _mm256_maddubs_epi16(size, _mm256_sign_epi8(four, codes[i]));
-      const __m256i wide = _mm256_madd_epi16(products, ones);
-      sum = i == kFirst ? wide : _mm256_add_epi32(sum, wide);
+      sum = _mm256_add_epi32(sum, _mm256_madd_epi16(products, ones));
     }
   }
-  return Layer::kFormat == Format::int4 ? _mm256_madd_epi16(sum, ones) : sum;
+  return !kVnni && Layer::kFormat == Format::int4 ? _mm256_madd_epi16(sum, ones) : sum;
 }
 
 // Sum of the first 16 of a row's 32 activations.
@@ -91,16 +112,18 @@ template <class Layer>
 static inline __m256 add_slab(const Q8Slab<Layer>& slab, const Q8Row& x, __m256 y) {
   const __m256 scale = _mm256_broadcast_ss(x.scale);
   if constexpr (num_halves<Layer>() == 1) {
-    const __m256 sum = _mm256_cvtepi32_ps(dot<Layer, 0, 8>(slab.codes, x.codes));
-    y = _mm256_fmadd_ps(slab.terms[0].scale, _mm256_mul_ps(scale, sum), y);
-    if constexpr (!has_offset<Layer, true>()) return y;
-    return _mm256_fmadd_ps(slab.terms[0].offset, _mm256_broadcast_ss(x.scaled_sum), y);
+    // Only the last two operations wait for the dot product, so that more rows are in flight.
+    if constexpr (has_offset<Layer, kSigned>()) {
+      y = _mm256_fmadd_ps(slab.terms[0].offset, _mm256_broadcast_ss(x.scaled_sum), y);
+    }
+    const __m256 factor = _mm256_mul_ps(slab.terms[0].scale, scale);
+    return _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot<Layer, 0, 8>(slab.codes, x.codes)), factor, y);
   } else {
     const __m256 low = _mm256_cvtepi32_ps(dot<Layer, 0, 4>(slab.codes, x.codes));
     const __m256 high = _mm256_cvtepi32_ps(dot<Layer, 4, 4>(slab.codes, x.codes));
     __m256 sum = _mm256_mul_ps(slab.terms[0].scale, low);
     sum = _mm256_fmadd_ps(slab.terms[1].scale, high, sum);
-    if constexpr (has_offset<Layer, true>()) {
+    if constexpr (has_offset<Layer, kSigned>()) {
       const float half = first_half_sum(x.codes);
       const float rest = static_cast<float>(*x.sum) - half;
       sum = _mm256_fmadd_ps(slab.terms[0].offset, _mm256_set1_ps(half), sum);
@@ -141,10 +164,25 @@ static inline void q8_gemm_tile(const Operands<Layer>& at, int64_t tile, int64_t
   }
 }
 
+}  // namespace atsc
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#include "linear_q8_512.h"
+#endif
+
+namespace atsc {
+
+// Some rows, at most kMostRows, of the tiles [begin, end).
 template <class Layer>
 static inline void q8_gemm(const Operands<Layer>& at, int64_t begin, int64_t end, int64_t all,
                            Rows rows) {
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+  for (int64_t tile = begin; tile < end; tile += 2) {
+    q8_gemm_pair<Layer>(at, tile, std::min(tile + 2, end), all, rows);
+  }
+#else
   for (int64_t tile = begin; tile < end; ++tile) q8_gemm_tile<Layer>(at, tile, all, rows);
+#endif
 }
 
 }  // namespace atsc
