@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atsc.compiler.errors import ModelError
-from atsc.compiler.ir import DType, TensorType
+from atsc.compiler.ir import LOGIT_ROWS, DType, TensorType
 from atsc.compiler.ops import REQUIRED, Attrs, Cost, OpDef, Operand, RoundState, Sample
 from atsc.compiler.ops.linear import random_float_weight
 from atsc.compiler.ops.rope import rotate
@@ -35,8 +35,15 @@ F32Array = NDArray[np.float32]
 def _infer(attrs: Attrs, inputs: Sequence[Operand]) -> tuple[TensorType, ...]:
     q = inputs[0]
     assert isinstance(q, TensorType)
-    size = int(attrs["head_size"])
-    width, kv_width = int(attrs["num_heads"]) * size, int(attrs["kv_heads"]) * size
+    if q.shape[0] == LOGIT_ROWS:
+        raise ModelError("the rows whose logits are wanted are no contiguous sequence")
+    heads, kv_heads, size = (int(attrs[key]) for key in ("num_heads", "kv_heads", "head_size"))
+    if heads % kv_heads or size % 8:
+        raise ModelError(
+            f"attention of {heads} heads of size {size} on {kv_heads} KV heads: heads must be a "
+            "multiple of KV heads, and the size of 8"
+        )
+    width, kv_width = heads * size, kv_heads * size
     packed = len(inputs) < 2 or inputs[1] is None
     expected = [width + 2 * kv_width] if packed else [width, kv_width, kv_width]
     found = [operand.shape[-1] for operand in inputs[: len(expected)] if operand is not None]

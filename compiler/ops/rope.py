@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from atsc.compiler.ir import DType, TensorType
+from atsc.compiler.errors import ModelError
+from atsc.compiler.ir import LOGIT_ROWS, DType, TensorType
 from atsc.compiler.ops import REQUIRED, Attrs, Cost, OpDef, Operand, RoundState, Sample
 from atsc.compiler.ops.linear import random_float_weight
 from atsc.compiler.weights import dequantize
@@ -41,6 +42,8 @@ def rotate(x: F32Array, cos: F32Array, sin: F32Array, interleaved: bool) -> F32A
 def _infer(attrs: Attrs, inputs: Sequence[Operand]) -> tuple[TensorType, ...]:
     x = inputs[0]
     assert isinstance(x, TensorType)
+    if x.shape[0] == LOGIT_ROWS:
+        raise ModelError("the rows whose logits are wanted are no contiguous sequence")
     return (TensorType(DType.F32, x.shape),)
 
 

@@ -149,6 +149,34 @@ def test_two_layers_keep_their_caches_apart() -> None:
     assert "add" not in ops(graph)
 
 
+@pytest.mark.parametrize("as_list", [False, True])
+def test_a_head_pruned_to_the_last_row(as_list: bool) -> None:
+    """The builder's prune_lm_head gives the last row only; ours gives the wanted rows."""
+    m = Layers()
+    packed = m.project("x", "qkv", WIDTH, (HEADS + 2 * KV_HEADS) * SIZE)
+    h = m.project(m.attention(0, packed), "o", HEADS * SIZE, WIDTH)
+    m.decoder.constant("last_row", np.array([-1] if as_list else -1, np.int64))
+    last = m.op("Gather", h, "last_row", axis=1)
+    if not as_list:
+        m.decoder.constant("axis", np.array([1], np.int64))
+        last = m.op("Unsqueeze", last, "axis")
+    decoder = m.logits(last)
+    graph = optimise(decoder.imported())
+    assert ops(graph)["select_rows"] == 1
+    ours = Interpreter(graph).round(ROUNDS[0], np.array([5]))
+    theirs = decoder.onnxruntime(ROUNDS[:1])
+    assert np.linalg.norm(ours - theirs) / np.linalg.norm(theirs) <= 2e-3
+
+
+def test_attention_over_selected_rows_is_refused() -> None:
+    m = Layers()
+    m.decoder.constant("last_row", np.array([-1], np.int64))
+    packed = m.project(m.op("Gather", "x", "last_row", axis=1), "qkv", WIDTH, 128)
+    decoder = m.logits(m.project(m.attention(0, packed), "o", HEADS * SIZE, WIDTH))
+    with pytest.raises(ModelError, match=r"node attention_0: the rows .* are no contiguous"):
+        decoder.imported()
+
+
 def test_columns_of_an_embedding_are_refused_by_node() -> None:
     m = Layers()
     a, b = m.split("x", 16, 16)

@@ -125,6 +125,8 @@ class Lowering:
         self.num_attentions = 0
         self.rope_rows: list[int] = []
         """Positions that each table of angles covers."""
+        self.selected: set[str] = set()
+        """Values of selected rows, [B, W] or [B, 1, W] in ONNX."""
         self._weight_of: dict[tuple[object, ...], str] = {}
         self._node_names: set[str] = set()
         self._problems: dict[tuple[str, str], list[str]] = {}

@@ -63,6 +63,9 @@ def _reduce_sum(lowering: Lowering, node: OnnxNode) -> None:
 
 
 def _gather(lowering: Lowering, node: OnnxNode) -> None:
+    if isinstance(node.input(0), Rows):
+        _gather_last_row(lowering, node)
+        return
     if not isinstance(node.input(0), Ints):
         gather_rows(lowering, node)
         return
@@ -75,7 +78,23 @@ def _gather(lowering: Lowering, node: OnnxNode) -> None:
     lowering.bind(node.output(), Ints.of(taken))
 
 
+def _gather_last_row(lowering: Lowering, node: OnnxNode) -> None:
+    """The builder's prune_lm_head: only the last row goes on. Which rows do is our caller's choice,
+    the last being the usual one, so this is where `select_rows` stands.
+    """
+    x = node.rows(0)
+    if node.attrs["axis"] != 1 or _known(node, 1) != (-1,):
+        raise ModelError("rows of activations other than the last one")
+    lowering.emit("select_rows", node.name, (x.name,), node.output())
+    lowering.selected.add(node.output())
+    lowering.bind(node.output(), Rows(node.output(), x.width))
+
+
 def _squeeze(lowering: Lowering, node: OnnxNode) -> None:
+    operand = node.input(0)
+    if isinstance(operand, Rows) and operand.name in lowering.selected:
+        lowering.bind(node.output(), operand)
+        return
     values = _ints(node, 0).values
     axes = node.attrs["axes"] if node.input(1) is None else _known(node, 1)
     change = np.expand_dims if node.op_type == "Unsqueeze" else np.squeeze
