@@ -19,6 +19,8 @@ from kernel_runner import Schedule, build, prepare, reference, run
 from test_kernels import differences, same_bits
 
 from atsc.codegen.cpu import ISA_LEVELS
+from atsc.compiler.errors import ModelError
+from atsc.compiler.ir import DType, TensorType
 from atsc.compiler.ops import Sample, all_ops
 from atsc.compiler.ops.attention import random_sample
 
@@ -67,6 +69,7 @@ VARIANTS = (
     Variant(2, 2, 96, softcap=5.0, rotary_dim=36),
     Variant(8, 2, 128, window=200, norm=True),
     Variant(7, 1, 256, softcap=20.0, sinks=True),
+    Variant(4, 4, 120),
 )
 ROWS = (1, 2, 3, 5, 8, 9, 17, 64)
 SCHEDULES = (
@@ -117,6 +120,13 @@ def test_any_round(
 @pytest.mark.parametrize("variant", VARIANTS[:2], ids=str)
 def test_a_whole_chunk(library: ctypes.CDLL, variant: Variant) -> None:
     check(library, variant.sample(512, 70), SCHEDULES[3], SCHEDULES[0])
+
+
+def test_heads_that_no_kernel_can_serve_are_refused() -> None:
+    for heads, kv_heads, size in ((4, 3, 64), (4, 2, 100)):
+        attrs = Variant(heads, kv_heads, size).sample(1, 0).attrs
+        with pytest.raises(ModelError, match=f"heads of size {size} on {kv_heads} KV heads"):
+            OP.infer(OP.complete(attrs), [TensorType(DType.F32, ("M", 1))])
 
 
 def test_scores_of_large_magnitude_stay_finite(library: ctypes.CDLL) -> None:

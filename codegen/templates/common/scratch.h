@@ -1,5 +1,5 @@
-// KernelArgs::scratch is one region for all kernels of a plan. Its first kCounterBytes hold counters
-// only, zero between calls; what lies behind is left as it falls.
+// A kernel's scratch: the first kCounterBytes hold counters only, zero between calls; what lies
+// behind is left as it falls. So kernels that keep to this may share one region.
 #pragma once
 
 #include <cstddef>
