@@ -196,8 +196,8 @@ def _engines(
     model: Path, reader: Path | None, result: Result, args: argparse.Namespace
 ) -> Iterator[Engine]:
     """Every engine that can be tried; what is known to be missing goes into `absent`."""
-    options = ("--threads", str(args.threads))
-    options += ("--prompt", str(args.prompt), "--decode", str(args.decode))
+    counts = {"--threads": args.threads, "--prompt": args.prompt, "--decode": args.decode}
+    options = [str(word) for pair in counts.items() for word in pair]
     worker = str(HERE / "peer_worker.py")
     interpreters = (sys.executable, *args.peer_python)
     plan, reason = _compile(model, args.threads)

@@ -14,10 +14,27 @@ import ctypes
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+
+
+class Engine(Protocol):
+    """What every engine can do; `prefill` and `decode` compute the logits of the last token."""
+
+    version: str
+    vocab_size: int
+
+    def reset(self) -> None:
+        """Empty the context."""
+
+    def prefill(self, ids: list[int]) -> None:
+        """Append a prompt."""
+
+    def decode(self, token: int) -> None:
+        """Append one token."""
 
 
 class Atsc:
@@ -26,7 +43,7 @@ class Atsc:
     def __init__(self, model: Path, args: argparse.Namespace) -> None:
         import atsc
 
-        self._plan = atsc.load(model, threads=args.threads)
+        self._plan: Any = atsc.load(model, threads=args.threads)
         self._session = self._plan.session()
         self.version = atsc.__version__
         self.vocab_size = len(self._session.prefill([0]))
@@ -115,7 +132,11 @@ class OnnxRuntimeGenAi:
         self._generator.generate_next_token()
 
 
-ENGINES = {"atsc": Atsc, "llama.cpp": LlamaCpp, "onnxruntime-genai": OnnxRuntimeGenAi}
+ENGINES: dict[str, Callable[[Path, argparse.Namespace], Engine]] = {
+    "atsc": Atsc,
+    "llama.cpp": LlamaCpp,
+    "onnxruntime-genai": OnnxRuntimeGenAi,
+}
 
 
 def main() -> int:
@@ -134,8 +155,8 @@ def main() -> int:
         print(json.dumps({"error": lines[0]}), flush=True)
         return 1
     rng = np.random.default_rng(0)
-    prompt = [int(token) for token in rng.integers(0, engine.vocab_size, args.prompt)]
-    following = [int(token) for token in rng.integers(0, engine.vocab_size, args.decode)]
+    prompt = rng.integers(0, engine.vocab_size, args.prompt).tolist()
+    following = rng.integers(0, engine.vocab_size, args.decode).tolist()
     print(json.dumps({"version": engine.version}), flush=True)
     for line in sys.stdin:
         engine.reset()

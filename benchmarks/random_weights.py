@@ -29,10 +29,11 @@ class RandomWeights:
         self._rng = np.random.Generator(np.random.SFC64(seed))
         self._format = BlockFormat(4, block_size, has_zero_points=False)
         low, high = (self._codes() for _ in range(2))
-        self._pool = _doubled(low | (high << 4))
-        self._scales = _doubled(
-            self._rng.uniform(0.5, 1.5, _POOL_SCALES).astype(np.float16).astype(np.float32)
-        )
+        pool = low | (high << 4)
+        scales = self._rng.uniform(0.5, 1.5, _POOL_SCALES).astype(np.float16).astype(np.float32)
+        # Twice, so that every window is contiguous.
+        self._pool = np.concatenate([pool, pool])
+        self._scales = np.concatenate([scales, scales])
         self._next_byte = 0
         self._next_scale = 0
 
@@ -76,8 +77,3 @@ def _chunks(rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
     step = max(2, _CHUNK_BYTES // row_bytes // 2 * 2)
     for start in range(0, rows, step):
         yield start, min(step, rows - start)
-
-
-def _doubled(pool: Array) -> Array:
-    """The pool twice, so that every window is contiguous."""
-    return np.concatenate([pool, pool])

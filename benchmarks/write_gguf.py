@@ -176,7 +176,8 @@ class _Tensors:
 
 def _q4_0(matrix: Matrix) -> Iterator[Bytes]:
     """Rows as ggml's blocks: fp16 scale, then byte j holds the elements j and j + 16."""
-    for codes, scales in zip(matrix.parts["codes"](), matrix.parts["scales"](), strict=True):
+    for chunk, scales in zip(matrix.parts["codes"](), matrix.parts["scales"](), strict=True):
+        codes = chunk.astype(np.uint8, copy=False)
         first, last = codes[..., :8], codes[..., 8:]  # Elements 0 to 15 and 16 to 31, in pairs.
         blocks = np.empty((*scales.shape, _BLOCK_BYTES), np.uint8)
         blocks[..., :2] = scales.astype(np.float16)[..., None].view(np.uint8)
