@@ -40,6 +40,7 @@ Q8_BLOCK = 32
 Q8_BYTES_PER_BLOCK = 44
 PART_ALIGNMENT = 64
 UNIT_ALIGNMENT = 4096
+CHUNK_ELEMENTS = 16 << 20
 
 ZeroKind = Literal["none", "u8", "f16", "f32"]
 
@@ -117,12 +118,13 @@ def store(weight: Weight, tiled: bool) -> StoredWeight:
 
 
 def part_chunks(stored: StoredWeight, part: Part) -> Iterator[NDArray[np.generic]]:
-    """The bytes of one part in order, in pieces of bounded size (at most about 64 MiB)."""
+    """The bytes of one part in order, in pieces of about CHUNK_ELEMENTS elements."""
     weight = stored.weight
     if not stored.tiled:
         yield from _row_major(stored)
         return
-    rows_a_chunk = max(TILE_ROWS, (16 << 20) // max(1, weight.shape[1]) // TILE_ROWS * TILE_ROWS)
+    tiles_a_chunk = CHUNK_ELEMENTS // max(1, weight.shape[1]) // TILE_ROWS
+    rows_a_chunk = max(1, tiles_a_chunk) * TILE_ROWS
     for start in range(0, weight.shape[0], rows_a_chunk):
         rows = slice(start, start + rows_a_chunk)
         yield _TILERS[part.name](stored, rows)
@@ -134,7 +136,7 @@ def _row_major(stored: StoredWeight) -> Iterator[NDArray[np.generic]]:
     if len(data.shape) != 2:
         yield np.ascontiguousarray(to_f32(array, data.dtype))
         return
-    step = max(1, (16 << 20) // max(1, data.shape[1]))
+    step = max(1, CHUNK_ELEMENTS // max(1, data.shape[1]))
     for start in range(0, data.shape[0], step):
         yield np.ascontiguousarray(array[start : start + step])
 

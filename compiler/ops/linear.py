@@ -120,7 +120,7 @@ def _block_cases() -> Iterator[tuple[BlockFormat, DType, int]]:
 
 
 def _samples() -> Iterator[Sample]:
-    """Rows 1 to 512, odd N, K that ends inside a block; few distinct kernels, since they compile."""
+    """Rows 1 to 512, odd N, K that ends inside a block; few distinct kernels to compile."""
     rng = np.random.default_rng(0)
     for fmt, zero_points, level in _block_cases():
         rows_and_shapes = [(rows, 45, 224) for rows in (1, 2, 3, 5)]
