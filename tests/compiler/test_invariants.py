@@ -11,10 +11,10 @@ from atsc.compiler.ir import DType, Graph, Node, TensorType, Value
 
 GRAPH = parse_graph("""
     weight table: int4b16[7, 32]
-    weight w: f32[8, 32]
+    weight w: f32[24, 32]
     x = embed(ids, table)
     a = linear(x, w)
-    y = attention(a) {layer=0, num_heads=1, kv_heads=0, head_size=8, scale=1}
+    y = attention(a) {layer=0, num_heads=1, kv_heads=1, head_size=8, scale=1}
     out y
 """)
 
@@ -62,10 +62,10 @@ CASES: dict[str, tuple[Callable[[Graph], Graph], str]] = {
     "missing input": (with_node(1, inputs=("x",)), "node a: input weight of linear is missing"),
     "slots": (with_node(0, inputs=("ids", "table", "x")), "node x: more inputs or outputs than"),
     "kind": (with_node(1, inputs=("x", "x")), "node a: a weight where linear wants a value, or"),
-    "width": (with_node(1, inputs=("x", "table")), r"node y: rows of \[7\] for q, k, v of \[8\]"),
+    "width": (with_node(1, inputs=("x", "table")), r"node y: rows of \[7\] for q, k, v of \[24\]"),
     "twice": (with_node(1, outputs=("x",)), "node a: its output x exists already"),
     "no output": (with_node(1, outputs=("",)), "node a: has no output"),
-    "type": (wrong_type, r"value a: is f32\[M, 8\], the graph says f32\[M, 9\]"),
+    "type": (wrong_type, r"value a: is f32\[M, 24\], the graph says f32\[M, 9\]"),
     "output": (wrong_output, "output z: is None"),
     "cache": (
         with_node(2, attrs={**GRAPH.nodes[2].attrs, "layer": 1}), r"number their caches \[1\]"
