@@ -9,7 +9,9 @@ namespace atsc {
 namespace {
 
 constexpr int kMaxThreads = 512;
-constexpr int64_t kSpinNs = 50'000;
+constexpr int64_t kMostSpinNs = 50'000, kLeastSpinNs = 1'000;
+constexpr int64_t kPreemptedNs = 100'000;  // more time than this between two looks at the clock
+constexpr int kLooks = 32;                 // at the barrier, between those
 
 }  // namespace
 
@@ -22,7 +24,7 @@ Pool::Pool(int num_threads) {
   const int most = std::min(static_cast<int>(usable.cpus.size()), usable.limit);
   num_threads_ = num_threads > 0 ? num_threads : std::max(1, std::min(usable.num_cores, most));
   num_threads_ = std::min(num_threads_, kMaxThreads);
-  spin_ns_ = num_threads_ > most ? 0 : kSpinNs;
+  spin_ns_ = num_threads_ > most ? kLeastSpinNs : kMostSpinNs;
   if (usable.is_subset && num_threads_ <= usable.num_cores) cpus_ = usable.cpus;
 
   const int wanted = num_threads_;
@@ -60,21 +62,35 @@ void Pool::work(int thread) {
 }
 
 void Pool::await(uint32_t generation) {
-  constexpr int kLooks = 64;  // between two looks at the clock
-  if (spin_ns_ > 0) {
-    const int64_t end = platform::now_ns() + spin_ns_;
-    do {
-      for (int look = 0; look < kLooks; ++look) {
-        if (generation_.load(std::memory_order_acquire) != generation) return;
-        __builtin_ia32_pause();
-      }
-    } while (platform::now_ns() < end);
-  }
+  if (spin(generation)) return;
   sleepers_.fetch_add(1, std::memory_order_seq_cst);
   while (generation_.load(std::memory_order_seq_cst) == generation) {
     platform::wait_on(generation_, generation);
   }
   sleepers_.fetch_sub(1, std::memory_order_relaxed);
+}
+
+// Whether the barrier opened while we looked.
+bool Pool::spin(uint32_t generation) {
+  const int64_t budget = spin_ns_.load(std::memory_order_relaxed);
+  int64_t now = platform::now_ns();
+  const int64_t end = now + budget;
+  for (;;) {
+    for (int look = 0; look < kLooks; ++look) {
+      if (generation_.load(std::memory_order_acquire) != generation) {
+        spin_ns_.store(std::min(kMostSpinNs, budget + budget / 2), std::memory_order_relaxed);
+        return true;
+      }
+      __builtin_ia32_pause();
+    }
+    const int64_t before = now;
+    now = platform::now_ns();
+    const bool was_preempted = now - before > kPreemptedNs;
+    if (!was_preempted && now < end) continue;
+    const int64_t less = was_preempted ? kLeastSpinNs : std::max(kLeastSpinNs, budget / 2);
+    spin_ns_.store(less, std::memory_order_relaxed);
+    return false;
+  }
 }
 
 }  // namespace atsc

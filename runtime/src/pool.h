@@ -1,9 +1,12 @@
 // A persistent pool of threads, of which the caller is one.
 //
 // All of them meet at one barrier, which counts arrivals; the last one opens it. Those who wait spin
-// for at most 50 us and then sleep in the kernel: spinning for ever would take the cores from
-// whatever the others wait for as soon as anything else runs on the machine. With more threads than
-// CPUs nobody spins. A pool of one thread touches no atomic at all.
+// for a while and then sleep in the kernel. Waking costs microseconds, so on a quiet machine it pays
+// to spin; on a loaded one spinning takes the cores from whatever the others wait for, and uses up
+// this process's share (2 threads on 2 cores beside 8 busy ones: rounds of 50 ms with 50 us of
+// spinning, 25 ms without). So the time adapts: it grows to 50 us while barriers open in time, halves
+// when one does not, and drops to 1 us when a spinning thread finds that it was preempted. A pool of
+// one thread touches no atomic at all.
 #pragma once
 
 #include <atomic>
@@ -56,9 +59,9 @@ class Pool {
  private:
   void work(int thread);
   void await(uint32_t generation);
+  bool spin(uint32_t generation);
 
   int num_threads_;
-  int64_t spin_ns_;
   bool quit_ = false;
   void* context_ = nullptr;
   void (*body_)(void*, int) = nullptr;
@@ -67,6 +70,7 @@ class Pool {
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<uint32_t> generation_{0};
   alignas(64) std::atomic<int> sleepers_{0};
+  alignas(64) std::atomic<int64_t> spin_ns_;
 };
 
 }  // namespace atsc
