@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -113,6 +114,12 @@ class Comparison:
         self._clear_wrong += int((clear & ~same).sum())
         self._stated += float(allowed.sum())
 
+    def _relative_l2(self) -> float:
+        """A reference of nothing but zeros is met exactly or not at all."""
+        if self._reference_square == 0:
+            return 0.0 if self._square == 0 else math.inf
+        return math.sqrt(self._square / self._reference_square)
+
     def result(self) -> Result:
         """The figures of everything added so far."""
         predicted = max(1, self._predicted)
@@ -122,15 +129,22 @@ class Comparison:
             num_tokens=self._tokens,
             max_difference=self._max,
             mean_difference=self._sum / self._elements,
-            relative_l2=float(np.sqrt(self._square / self._reference_square)),
+            relative_l2=self._relative_l2(),
             top1_agreement=self._agree / self._tokens,
             stated_error=self._stated / self._tokens,
             num_clear=self._clear,
             num_clear_wrong=self._clear_wrong,
-            reference_perplexity=float(np.exp(self._reference_loss / predicted)),
-            perplexity=float(np.exp(self._loss / predicted)),
-            ratio_error=float(np.exp(mean) * np.sqrt(variance / predicted)),
+            reference_perplexity=_exp(self._reference_loss / predicted),
+            perplexity=_exp(self._loss / predicted),
+            ratio_error=_exp(mean) * math.sqrt(variance / predicted),
         )
+
+
+def _exp(value: float) -> float:
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf
 
 
 def _losses(logits: F32Array, next_ids: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import math
 import re
 import shutil
 import sys
@@ -32,7 +33,9 @@ class Console:
     def result(self, document: Any, text: str) -> None:
         """The command's result: the document with `--json`, else the text."""
         self.clear()
-        print(json.dumps(document, indent=1, ensure_ascii=False) if self.json else text, flush=True)
+        if self.json:
+            text = json.dumps(_finite(document), indent=1, ensure_ascii=False, allow_nan=False)
+        print(text, flush=True)
 
     def note(self, text: str) -> None:
         """A line about what goes on."""
@@ -46,6 +49,15 @@ class Console:
     def clear(self) -> None:
         """Take the progress bar off the terminal."""
         self._bar.clear()
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity and no NaN; null stands for both."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class ProgressBar:

@@ -18,7 +18,7 @@ import pytest
 from small_plan import write_plan
 
 from atsc.compiler import cli, driver, plan
-from atsc.compiler.commands.console import ProgressBar, format_size, parse_size, table
+from atsc.compiler.commands.console import Console, ProgressBar, format_size, parse_size, table
 from atsc.compiler.errors import ModelError, UsageError
 
 
@@ -307,6 +307,11 @@ def test_sizes_for_people() -> None:
 def test_tables_align() -> None:
     text = table([["name", "size"], ["a", "10"], ["longer", "5"]], right=(1,))
     assert text.splitlines() == ["name    size", "------  ----", "a         10", "longer     5"]
+
+
+def test_json_has_no_infinity(capsys: pytest.CaptureFixture[str]) -> None:
+    Console(json=True).result({"a": [float("inf"), 1.5, (float("nan"),)], "b": "x"}, "")
+    assert json.loads(capsys.readouterr().out) == {"a": [None, 1.5, [None]], "b": "x"}
 
 
 class Terminal(io.StringIO):

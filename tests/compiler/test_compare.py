@@ -85,3 +85,13 @@ def test_broken_numbers_fail(value: float) -> None:
     ours[5, 7] = value
     with np.errstate(invalid="ignore"):
         assert "relative L2 error" in compare(ours).failures(INT8_BOUNDS)
+
+
+def test_a_reference_of_zeros() -> None:
+    zeros = np.zeros_like(REFERENCE)
+    assert compare(zeros.copy(), zeros).relative_l2 == 0
+    assert "relative L2 error" in compare(REFERENCE, zeros).failures(INT8_BOUNDS)
+
+
+def test_a_hopeless_perplexity_fails() -> None:
+    assert "perplexity" in compare(REFERENCE * 1e4).failures(INT8_BOUNDS)
