@@ -1,0 +1,216 @@
+"""The profiling pass: what every unit takes in time and memory, on each side.
+
+Times come from a Timer that the driver hands in: measured with the plan's own kernels where the
+target is this machine, else the roofline of a target file (`RooflineTimer`). A KV cache's time is
+its attention's, at half the context. Source: ATSInfer section 4.3.1; DESIGN section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from atsc.compiler.ir import Graph, TensorType, Weight
+from atsc.compiler.ops import Operand, op_of
+from atsc.passes.partition import Unit, UnitKind
+from atsc.passes.placement import Kind, Link, Part, Side, Times, UnitCost
+
+Progress = Callable[[str, int, int], None]
+
+
+class Timer(Protocol):
+    """Answers how long things take on the target."""
+
+    def unit_ns(self, unit: int, side: Side, rows: int, position: int) -> int:
+        """One unit's nodes in a round of `rows` tokens after `position` others, weights cold."""
+
+    def transfer_ns(self, num_bytes: int) -> int:
+        """A copy from pinned host memory to the GPU beside the CPU's computation."""
+
+    def link(self, to: Side) -> Link:
+        """What activations cost that cross to one side."""
+
+
+@dataclass(frozen=True, slots=True)
+class Annotation:
+    """Costs of the units that placement may choose for, and where they are in the plan.
+
+    `indices[i]` is the plan's index of the unit that `costs[i]` describes: the shared range has no
+    cost and no choice.
+    """
+
+    costs: tuple[UnitCost, ...]
+    indices: tuple[int, ...]
+    to_gpu: Link
+    to_cpu: Link
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What the rounds look like that are timed."""
+
+    context: int
+    chunk: int
+
+
+def annotate(
+    graph: Graph,
+    units: Sequence[Unit],
+    num_bytes: Sequence[int],
+    timer: Timer,
+    load: Load,
+    progress: Progress | None = None,
+) -> Annotation:
+    """Time every unit on both sides.
+
+    Args:
+        graph: the graph that `units` cut.
+        units: all units of the plan.
+        num_bytes: of each unit in device memory; of a KV cache at the full context.
+        timer: measured or modelled times.
+        load: context and chunk.
+        progress: told how many units are done.
+    """
+    layers, parts = locate(graph, units)
+    costs, indices = [], []
+    for index, unit in enumerate(units):
+        if progress:
+            progress("timing units", index, len(units))
+        if unit.kind is UnitKind.SHARED:
+            continue
+        transfer_ns = timer.transfer_ns(num_bytes[index])
+
+        def times(rows: int, index: int = index, transfer_ns: int = transfer_ns) -> Times:
+            position = max(load.context // 2 - rows, 0)
+            on_cpu, on_gpu = (
+                timer.unit_ns(index, side, rows, position) for side in (Side.HOST, Side.GPU)
+            )
+            return Times(on_cpu, on_gpu, transfer_ns)
+
+        costs.append(
+            UnitCost(
+                name=unit.name,
+                kind=Kind.KV_CACHE if unit.kind is UnitKind.KV_CACHE else Kind.WEIGHTS,
+                part=parts[index],
+                layer=layers[index],
+                num_bytes=num_bytes[index],
+                decode=times(1),
+                prefill=times(min(load.chunk, load.context)),
+                input_bytes=_input_bytes(graph, unit),
+            )
+        )
+        indices.append(index)
+    return Annotation(tuple(costs), tuple(indices), timer.link(Side.GPU), timer.link(Side.HOST))
+
+
+def locate(graph: Graph, units: Sequence[Unit]) -> tuple[list[int | None], list[Part]]:
+    """Each unit's decoder layer and part, from the shape of the graph alone.
+
+    What feeds an attention node, the node and what reads it are a layer's attention; what follows
+    until the next layer is its FFN; what makes the graph's output is the head.
+    """
+    unit_of = {node: index for index, unit in enumerate(units) for node in unit.nodes}
+    maker = {
+        output: position
+        for position, node in enumerate(graph.nodes)
+        for output in node.outputs
+        if output
+    }
+    layers: list[int | None] = [None] * len(units)
+    parts = [Part.FFN] * len(units)
+    starts: dict[int, int] = {}
+    for position, node in enumerate(graph.nodes):
+        if node.op != "attention":
+            continue
+        layer = len(starts)
+        feeding = [unit_of[maker[name]] for name in node.inputs if name in maker]
+        starts[layer] = min([unit_of[position], *feeding])
+        reading = [
+            unit_of[reader]
+            for reader, other in enumerate(graph.nodes)
+            if node.outputs[0] in other.inputs
+        ]
+        for index in {unit_of[position], *feeding, *reading}:
+            parts[index] = Part.ATTENTION
+    current: int | None = None
+    by_start = {start: layer for layer, start in starts.items()}
+    for index, unit in enumerate(units):
+        current = by_start.get(index, current)
+        layers[index] = current
+        if unit.kind is UnitKind.HOST:
+            layers[index], parts[index] = None, Part.EMBEDDING
+    last = unit_of[maker[graph.outputs[0].name]]
+    if last not in by_start:
+        layers[last], parts[last] = None, Part.HEAD
+    return layers, parts
+
+
+def _input_bytes(graph: Graph, unit: Unit) -> int:
+    """Bytes a token of the values that a unit reads and does not make."""
+    made = {name for index in unit.nodes for name in graph.nodes[index].outputs}
+    read = {name for index in unit.nodes for name in graph.nodes[index].inputs if name}
+    widths = [graph.values[name].shape[-1] for name in read - made if name in graph.values]
+    return sum(4 * width for width in widths if isinstance(width, int))
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """A machine as a roofline: what a target file states, in bytes, operations and nanoseconds."""
+
+    cpu_bytes_per_s: float
+    cpu_ops_per_s: float
+    gpu_bytes_per_s: float
+    gpu_ops_per_s: float
+    link_bytes_per_s: float
+    hand_off_ns: float
+    kernel_ns: float
+    """Least time of a kernel on the GPU, and of a barrier-free stage on the CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class RooflineTimer:
+    """Times from rates: the larger of bytes over bandwidth and operations over throughput."""
+
+    graph: Graph
+    units: Sequence[Unit]
+    stored_bytes: Mapping[str, int]
+    """Weight name -> bytes as the plan stores it."""
+    rates: Rates
+
+    def unit_ns(self, unit: int, side: Side, rows: int, position: int) -> int:
+        """See Timer."""
+        r = self.rates
+        bandwidth, throughput = (
+            (r.gpu_bytes_per_s, r.gpu_ops_per_s)
+            if side is Side.GPU
+            else (r.cpu_bytes_per_s, r.cpu_ops_per_s)
+        )
+        total = 0.0
+        for index in self.units[unit].nodes:
+            flops, num_bytes = self._work(index, rows, position + rows)
+            total += max(num_bytes / bandwidth, flops / throughput) * 1e9 + r.kernel_ns
+        return round(total)
+
+    def transfer_ns(self, num_bytes: int) -> int:
+        """See Timer."""
+        return round(num_bytes / self.rates.link_bytes_per_s * 1e9)
+
+    def link(self, to: Side) -> Link:
+        """See Timer."""
+        return Link(self.rates.hand_off_ns, 1e9 / self.rates.link_bytes_per_s)
+
+    def _work(self, index: int, rows: int, context: int) -> tuple[int, int]:
+        node = self.graph.nodes[index]
+        op = op_of(node)
+        operands = [self._operand(name) for name in node.inputs]
+        cost = op.cost(op.complete(node.attrs), operands, rows, context)
+        matrix = op.slot(node, op.matrix_slot) if op.matrix_slot else ""
+        if node.op != "linear" or matrix not in self.stored_bytes:
+            return cost.flops, cost.bytes_read + cost.bytes_written
+        as_stored = self.stored_bytes[matrix] - self.graph.weights[matrix].num_bytes
+        return cost.flops, cost.bytes_read + cost.bytes_written + as_stored
+
+    def _operand(self, name: str) -> Operand:
+        found: TensorType | Weight | None = self.graph.values.get(name)
+        return found if found is not None else self.graph.weights.get(name)
