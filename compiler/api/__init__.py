@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from atsc.compiler.errors import (
     AtscError,
     BudgetError,
+    CancelledError,
     CodegenError,
     DeviceError,
     ModelError,
@@ -31,6 +32,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AtscError",
     "BudgetError",
+    "CancelledError",
     "CodegenError",
     "DeviceError",
     "ModelError",
