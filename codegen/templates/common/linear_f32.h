@@ -1,4 +1,5 @@
-// Linear layers with float activations: float weights, and int4 or int8 at accuracy level 1. AVX2.
+// Linear layers with float activations: float weights, and int4 or int8 at accuracy level 1. AVX2 or,
+// where the translation unit is compiled for it, AVX-512.
 //
 // One row: codes become floats in registers. A nibble is masked where it stands in its word, as
 // nibble * 16^p, so that no shift is needed; the sums of the eight places p are scaled back once a
@@ -8,6 +9,9 @@
 #pragma once
 
 #include "linear.h"
+#if defined(__AVX512F__)
+#include "linear_f32_512.h"
+#endif
 
 namespace atsc {
 
@@ -323,6 +327,9 @@ static inline void add_rows(const float* x, int64_t stride, const float* panel, 
 
 static inline void add_panel(const float* x, int64_t stride, int64_t rows, const float* panel,
                              int64_t count, float* y) {
+#if defined(__AVX512F__)
+  add_panel_512(x, stride, rows, panel, count, y);
+#else
   for (; rows >= 6; rows -= 6, x += 6 * stride, y += 6 * kPanelOutputs) {
     add_rows<6>(x, stride, panel, count, y);
   }
@@ -333,6 +340,7 @@ static inline void add_panel(const float* x, int64_t stride, int64_t rows, const
     case 2: return add_rows<2>(x, stride, panel, count, y);
     case 1: return add_rows<1>(x, stride, panel, count, y);
   }
+#endif
 }
 
 // Some rows, at most kMostRows, of the tiles [tile, end), which are one or two.
