@@ -8,6 +8,7 @@ genai_config.json go into the same folder as the model.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +39,7 @@ from atsc.compiler.importers.onnx.graph_writer import Progress
 from atsc.compiler.importers.onnx.write_decoder import write_decoder
 
 _ARCHITECTURE = "llama"
+_MAX_CONTEXT = 1 << 24
 _UNSUPPORTED_KEYS = (
     "expert_count",
     "attention.sliding_window",
@@ -105,6 +107,12 @@ def _open(source: Path) -> GGUFReader:
     except OSError as error:
         raise ModelError(f"cannot read {source}: {error.strerror or error}") from error
     except (ValueError, IndexError, KeyError, OverflowError, TypeError, MemoryError) as error:
+        if GGMLQuantizationType.__name__ in str(error):
+            number = re.findall(r"\d+", str(error))[-1]
+            raise ModelError(
+                f"{source}: a tensor is of type {number}, which is not known; requantise the file"
+                " to Q4_0, Q4_1 or Q8_0"
+            ) from error
         raise ModelError(
             f"{source} is no GGUF file that can be read, or is incomplete ({error}); download it"
             " again"
@@ -154,7 +162,7 @@ class _GgufModel:
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,
-            context_length=self._integer("context_length"),
+            context_length=self._context_length(),
             epsilon=self._real("attention.layer_norm_rms_epsilon"),
             embedding=embedding,
             layers=tuple(self._layer(i) for i in range(self._integer("block_count"))),
@@ -211,6 +219,15 @@ class _GgufModel:
             factors = self._vector("rope_freqs.weight", self.head_size // 2)
             frequencies = frequencies / factors.astype(np.float64)
         return frequencies
+
+    def _context_length(self) -> int:
+        """Rows of the RoPE tables; a damaged number must not fill the disk."""
+        length = self._integer("context_length")
+        if not 1 <= length <= _MAX_CONTEXT:
+            raise self._error(
+                f"{_ARCHITECTURE}.context_length is {length}, expected 1 to {_MAX_CONTEXT} tokens"
+            )
+        return length
 
     def _head_size(self) -> int:
         """D, the same for q, k, v and RoPE."""

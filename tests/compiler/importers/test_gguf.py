@@ -34,11 +34,12 @@ class Sample:
     tensors: dict[str, np.ndarray]
     kinds: dict[str, Q]
     keys: dict[str, Any] = dataclasses.field(default_factory=dict)
+    context: int = CONTEXT
 
     def write(self, path: Path) -> Path:
         writer = gguf.GGUFWriter(path, "llama")
         writer.add_block_count(LAYERS)
-        writer.add_context_length(CONTEXT)
+        writer.add_context_length(self.context)
         writer.add_embedding_length(HIDDEN)
         writer.add_feed_forward_length(INNER)
         writer.add_head_count(HEADS)
@@ -227,6 +228,10 @@ REFUSED: dict[str, tuple[Callable[[Sample], object], str]] = {
         lambda m: m.keys.update({"rope.dimension_count": 16}),
         r"rope\.dimension_count is 16, but heads have 32",
     ),
+    "context": (
+        lambda m: setattr(m, "context", 1 << 31),
+        r"context_length is 2147483648, expected 1 to 16777216 tokens",
+    ),
     "unknown tensor": (
         lambda m: (
             m.tensors.update({"blk.0.extra.weight": np.ones(4, np.float32)}),
@@ -258,6 +263,19 @@ def test_refusals_name_what_they_refuse(name: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=message):
         convert_gguf(source, tmp_path / "out" / "model.onnx")
     assert not (tmp_path / "out").exists()
+
+
+def test_an_unknown_type_is_not_taken_for_damage(tmp_path: Path) -> None:
+    model = sample()
+    source = model.write(tmp_path / "m.gguf")
+    data = bytearray(source.read_bytes())
+    name = b"blk.1.ffn_up.weight"
+    at = data.index(name) + len(name) + 4 + 2 * 8  # Past the number of dimensions, and both.
+    assert data[at] == Q.Q8_0
+    data[at] = 31
+    source.write_bytes(data)
+    with pytest.raises(ModelError, match="a tensor is of type 31, which is not known"):
+        convert_gguf(source, tmp_path / "model.onnx")
 
 
 def test_other_architectures_are_named(tmp_path: Path) -> None:

@@ -118,7 +118,9 @@ def test_byte_level_bpe_agrees_with_llama_cpp(
 ) -> None:
     path = tmp_path / "vocabulary.gguf"
     write_vocabulary(path, smollm, name)
-    metadata = Metadata(str(path), gguf.GGUFReader(path).fields)
+    changed = {"tokenizer.ggml.pre": Field(name)}
+    fields = {k: v for k, v in smollm.fields.items() if k != "tokenizer.ggml.add_bos_token"}
+    metadata = Metadata("m.gguf", fields | changed)
     files = tokenizer_files(metadata)
     tokenizer = Tokenizer.from_str(files["tokenizer.json"])
     with LlamaCpp(path) as peer:
