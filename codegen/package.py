@@ -97,7 +97,9 @@ class PlanFolder:
             try:
                 # Locked before it gets the name that others look for.
                 self._lock = os.open(fresh, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # A file system that cannot lock folders cannot find them unlocked either.
+                with contextlib.suppress(OSError):
+                    fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 fresh.rename(self.path)
             except BaseException:
                 self._leave(fresh)
@@ -339,6 +341,10 @@ def _flush_one(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        # Some file systems, network ones above all, cannot flush a folder.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise
     finally:
         os.close(descriptor)
 

@@ -316,6 +316,31 @@ def test_what_a_killed_process_left_is_removed_and_what_is_alive_stays(tmp_path:
     assert names(tmp_path) == [f"{package._PARTIAL}alive", "plan"]
 
 
+def test_a_file_system_without_locks_and_folder_flushes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EBADF, "Bad file descriptor")
+
+    monkeypatch.setattr(package.fcntl, "flock", refuse)
+    monkeypatch.setattr(package.os, "fsync", refuse)
+    (tmp_path / f"{package._PARTIAL}somebody").mkdir()
+    write(tmp_path / "plan")
+    assert names(tmp_path) == [f"{package._PARTIAL}somebody", "plan"]
+
+
+def test_a_disk_error_while_flushing_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(package.os, "fsync", fail)
+    with pytest.raises(PlanError, match="Input/output error"):
+        write(tmp_path / "plan")
+    assert names(tmp_path) == []
+
+
 MEMORY_PROBE = """
 import sys
 from pathlib import Path
