@@ -37,7 +37,7 @@ from cuda_runner import (  # noqa: E402
 )
 
 from atsc.codegen.cuda import SM_LEVELS, CudaKernel, kernel_of, level_of  # noqa: E402
-from atsc.codegen.cuda_tiles import Gpu  # noqa: E402
+from atsc.codegen.cuda_tiles import Gpu, gemm_blocks_tile, gemv_blocks_tile  # noqa: E402
 from atsc.codegen.layout import StoredWeight, store, value_bytes  # noqa: E402
 from atsc.compiler.ir import (  # noqa: E402
     ArraySource,
@@ -59,8 +59,12 @@ SHAPES = {
     "head": (151936, 5120),
 }
 INT4, INT4Z, INT8 = BlockFormat(4, 32, False), BlockFormat(4, 32, True), BlockFormat(8, 32, False)
+SHOWN = ("warps", "unroll", "columns", "slabs", "stages")
 ROTATED_BYTES = 400 << 20
 RELAXED = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+Sizes = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,16 +114,17 @@ def weight_of(case: Case) -> StoredWeight:
     return store(Weight("w", (n, k), fmt, parts), True)
 
 
-def kernel_of_case(case: Case, gpu: Gpu, **tile: int) -> CudaKernel:
-    """The layer's kernel, some of its tile sizes replaced."""
+def kernel_of_case(case: Case, gpu: Gpu, sizes: Sizes) -> CudaKernel:
+    """The layer's kernel with its own tile sizes, or with others."""
     k = SHAPES[case.shape][1]
     operands = [TensorType(case.x, ("M", k)), weight_of(case), None, None, None]
     few = case.rows <= 8
     kernel = kernel_of(all_ops()["linear"], {}, operands, [True], few, gpu)
     assert kernel is not None
-    if not tile:
+    if not sizes:
         return kernel
-    params = {**kernel.params, "tile": {**kernel.params["tile"], **tile}}
+    choose = gemv_blocks_tile if few else gemm_blocks_tile
+    params = {**kernel.params, "tile": choose(kernel.params, *sizes)}
     digest = hashlib.sha256(json.dumps(params, sort_keys=True).encode()).hexdigest()[:8]
     return dataclasses.replace(kernel, params=params, symbol=f"swept_{digest}")
 
@@ -238,35 +243,25 @@ def test_all(gpu: Gpu) -> list[str]:
     return failures
 
 
-def tiles_of(case: Case, sweep: bool) -> Iterator[dict[str, int]]:
+def sizes_of(case: Case, sweep: bool) -> Iterator[Sizes]:
     """The chosen tile sizes, and for a sweep the others worth a try."""
-    yield {}
+    yield ()
     if not sweep or case.format != INT4 or case.x is not DType.Q8:
         return
     if case.rows <= 8:
-        yield from ({"warps": w, "unroll": u} for w in (2, 4, 8, 16) for u in (2, 4, 8))
+        for unroll, stages in ((2, 3), (4, 2), (4, 3), (4, 4)):
+            yield from ((warps, unroll, stages) for warps in (4, 8, 16))
     else:
         for columns in (64, 128):
-            for slabs, stages in ((1, 4), (2, 3), (2, 4), (4, 3)):
-                yield {"columns": columns, "slabs": slabs, "stages": stages}
-
-
-def with_sizes(case: Case, tile: dict[str, int], gpu: Gpu) -> CudaKernel:
-    """A GEMM tile's dependent sizes follow."""
-    if "columns" not in tile:
-        return kernel_of_case(case, gpu, **tile)
-    columns, chosen = tile["columns"], kernel_of_case(case, gpu).params["tile"]
-    of_slab = 128 * 40 + columns * 16 + columns // 8 * 32
-    assert chosen["columns"] != columns or of_slab * chosen["slabs"] == chosen["stage_bytes"]
-    sizes = {"threads": 2 * columns, "resident": 256 // columns}
-    return kernel_of_case(case, gpu, **tile, **sizes, stage_bytes=of_slab * tile["slabs"])
+            for slabs, stages in ((1, 4), (2, 3), (2, 4)):
+                yield columns, slabs, stages
 
 
 def time_all(gpu: Gpu, sweep: bool) -> list[dict[str, Any]]:
     kernels = {
-        (case, index): with_sizes(case, tile, gpu)
+        (case, sizes): kernel_of_case(case, gpu, sizes)
         for case in CASES
-        for index, tile in enumerate(tiles_of(case, sweep))
+        for sizes in sizes_of(case, sweep)
     }
     began = time.perf_counter()
     functions = functions_of(kernels.values(), gpu)
@@ -278,10 +273,10 @@ def time_all(gpu: Gpu, sweep: bool) -> list[dict[str, Any]]:
             if of_case == case:
                 row = measure(case, kernel, functions[kernel.symbol], operands, gpu)
                 rows.append(row)
-                sizes = {k: v for k, v in row["tile"].items() if k not in {"stage_bytes", "rows"}}
+                shown = {k: v for k, v in row["tile"].items() if k in SHOWN}
                 print(
                     f"{row['case']:34} {row['us']:9.1f} us {row['gb_per_s']:7.0f} GB/s "
-                    f"{row['tera_ops']:6.1f} Top/s  {sizes}",
+                    f"{row['tera_ops']:6.1f} Top/s  {shown}",
                     flush=True,
                 )
     return rows
