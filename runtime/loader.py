@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -237,7 +238,8 @@ class Session:
 
         Raises:
             UsageError: a token, row or length that does not fit; nothing was done.
-            CancelledError: `cancel` was called; the rounds before it are kept.
+            CancelledError: `cancel` was called; the rounds before it are kept. Ctrl-C does the
+                same, and raises KeyboardInterrupt.
         """
         tokens = _int_array(ids, np.int32, "ids")
         rows = _int_array(() if isinstance(logits, str) else logits, np.int64, "logits")
@@ -255,8 +257,35 @@ class Session:
             out=out.ctypes.data_as(capi.FloatPointer),
             out_floats=out.size,
         )
-        self._call("session_prefill", ctypes.byref(call))
+        self._prefill(call)
         return out[0] if isinstance(logits, str) and logits == "last" else out
+
+    def _prefill(self, call: capi.Prefill) -> None:
+        """Native calls hold up Ctrl-C: those of many rounds get a thread of their own."""
+        if call.num_tokens <= self.plan.chunk:
+            self._call("session_prefill", ctypes.byref(call))
+            return
+        failures: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                self._call("session_prefill", ctypes.byref(call))
+            except BaseException as error:
+                failures.append(error)
+            finally:
+                done.set()
+
+        done = threading.Event()  # an interrupted Thread.join gives the thread up
+        threading.Thread(target=work, name="atsc prefill").start()
+        try:
+            done.wait()
+        except BaseException:
+            self.cancel()
+            done.wait()
+            self.rewind(self.position)  # takes the cancel back if it came too late
+            raise
+        if failures:
+            raise failures[0]
 
     def decode(self, token: int) -> F32Array:
         """Append one token; the logits after it, float32 [vocab_size]. Raises as `prefill`."""
@@ -306,7 +335,7 @@ class Session:
         self._call("session_set_sampling", ctypes.byref(sampling))
         tokens = _int_array(ids, np.int32, "ids")
         call = capi.Prefill(tokens=tokens.ctypes.data_as(capi.Int32Pointer), num_tokens=len(tokens))
-        self._call("session_prefill", ctypes.byref(call))
+        self._prefill(call)
         chosen = capi.Next()
         for _ in range(max_new_tokens):
             self._call("session_next", ctypes.byref(chosen))

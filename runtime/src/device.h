@@ -58,6 +58,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -296,12 +297,17 @@ class Executable {
   virtual void start() = 0;
   virtual void flags_changed() {}  // the host raised a flag
 
+  // Releases and waits. For the destructors of implementations: `done` must still work.
+  void finish() noexcept;
+
  private:
   void raise_at_least(int flag, uint32_t value);
 
   HostRange control_;
   int num_stamps_;
   uint32_t waited_flags_ = 0;  // bit i: the device waits for flag i
+  std::mutex release_mutex_;   // a release comes before a run or after it, never between
+  bool is_running_ = false;
   std::atomic<bool> released_{false};
 };
 
@@ -324,8 +330,9 @@ class Device {
   DeviceRange allocate(uint64_t bytes, const char* what);
 
   // Pins memory that is there already (page-aligned, at most kMaxPinnedBytes: split larger regions,
-  // so that a refusal costs one piece and addresses stay contiguous for the CPU). nullopt: the
-  // system refuses; copies from it work but are slower and keep a list from being a graph.
+  // so that a refusal costs one piece and addresses stay contiguous for the CPU; copies may cross
+  // pieces). nullopt: the system refuses; copies from it work but are slower and keep a list from
+  // being a graph.
   std::optional<HostRange> pin(void* memory, uint64_t bytes);
 
   // Pinned memory for hand-offs: zero at first, page-aligned, at most kMaxPinnedBytes. A refusal is a
@@ -368,8 +375,14 @@ class Device {
   void charge(Use use, uint64_t bytes, const char* what);
   void refund(Use use, uint64_t bytes);
 
-  bool is_pinned(const void* memory, uint64_t bytes) const;
-  bool may_be_graph(const CommandList& list) const;  // all copies from pinned memory
+  // A copy's part whose host side lies in one pinned range, or outside of all.
+  struct Piece {
+    uint64_t offset, bytes;
+    bool pinned;
+  };
+  // No copy may cross the border of a pinned range.
+  std::vector<Piece> pieces_of(const void* memory, uint64_t bytes) const;
+  bool may_be_graph(const CommandList& list) const;  // all copies are of pinned memory
 
   // 0: not enough memory.
   virtual DeviceAddress allocate_raw(uint64_t bytes) = 0;
@@ -388,7 +401,7 @@ class Device {
   const uint64_t budget_bytes_;
   mutable std::mutex mutex_;
   uint64_t used_[4] = {};
-  std::vector<std::pair<const std::byte*, uint64_t>> pinned_;
+  std::map<uintptr_t, uint64_t> pinned_;  // begin -> bytes
 };
 
 }  // namespace atsc

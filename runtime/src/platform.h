@@ -72,7 +72,8 @@ struct CpuSet {
 };
 CpuSet usable_cpus();
 
-// Names the calling thread, and keeps it on some CPUs unless `cpus` is empty.
+// For a thread of our own: names it, leaves signals to other threads, and keeps it on some CPUs
+// unless `cpus` is empty.
 void set_up_thread(const char* name, const std::vector<int>& cpus);
 
 }  // namespace atsc::platform

@@ -4,7 +4,9 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/futex.h>
+#include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -258,6 +260,9 @@ CpuSet usable_cpus() {
 
 void set_up_thread(const char* name, const std::vector<int>& cpus) {
   prctl(PR_SET_NAME, name);
+  sigset_t all;  // signals are the application's: its own threads take them
+  sigfillset(&all);
+  pthread_sigmask(SIG_BLOCK, &all, nullptr);
   if (cpus.empty()) return;
   const int count = *std::max_element(cpus.begin(), cpus.end()) + 1;
   cpu_set_t* set = CPU_ALLOC(count);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -89,6 +90,21 @@ def test_bad_options(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
         load(tiny_folder)
     monkeypatch.setenv("ATSC_ISA", "avx2")
     load(tiny_folder).close()
+
+
+def test_default_threads_respect_the_affinity(tiny_folder: Path) -> None:
+    """In a process of its own, since threads that exist keep what they had."""
+    program = (
+        "import os, sys\n"
+        "from atsc.runtime.loader import load\n"
+        "os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:int(sys.argv[2])])\n"
+        "print(load(sys.argv[1]).num_threads)\n"
+    )
+    here = len(os.sched_getaffinity(0))
+    for count in {1, here}:
+        command = [sys.executable, "-c", program, str(tiny_folder), str(count)]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert 1 <= int(shown.stdout) <= count
 
 
 def test_two_plans_in_one_process(tiny_folder: Path, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -255,6 +257,31 @@ def test_cancel_before_a_call_ends_that_call_alone(open_tiny: OpenTiny) -> None:
         session.rewind(5)
         session.decode(1)
         assert session.position == 6
+
+
+def test_ctrl_c_ends_a_long_prefill(open_tiny: OpenTiny) -> None:
+    plan = open_tiny(threads=2)
+    assert plan._library is not None
+    hooks = plan._library._library
+    expected = plan.forward(IDS[:20])
+    waiting_before = hooks.tiny_gate_waiting()
+
+    def interrupt() -> None:
+        while hooks.tiny_gate_waiting() == waiting_before:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.05)
+        hooks.tiny_hold_gate(0)
+
+    with plan.session() as session:
+        hooks.tiny_hold_gate(1)
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            session.prefill([*IDS[:CHUNK], GATE_TOKEN, *IDS[:CHUNK]])
+        thread.join()
+        assert session.position == CHUNK
+        np.testing.assert_array_equal(session.decode(IDS[CHUNK]), expected[CHUNK])
 
 
 @pytest.mark.parametrize("tokens", [10, 60])
