@@ -259,29 +259,37 @@ def test_cancel_before_a_call_ends_that_call_alone(open_tiny: OpenTiny) -> None:
         assert session.position == 6
 
 
-def test_ctrl_c_ends_a_long_prefill(open_tiny: OpenTiny) -> None:
+def test_ctrl_c_ends_a_long_prefill(open_tiny: OpenTiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second round waits at the gate until the interrupt has become a cancel.
+
+    Without logits the gate is its last node: that round is complete, the third never begins.
+    """
     plan = open_tiny(threads=2)
     assert plan._library is not None
     hooks = plan._library._library
-    expected = plan.forward(IDS[:20])
+    tokens = [*IDS[:CHUNK], GATE_TOKEN, *IDS[: 2 * CHUNK]]
+    expected = plan.forward(tokens)
     waiting_before = hooks.tiny_gate_waiting()
 
     def interrupt() -> None:
         while hooks.tiny_gate_waiting() == waiting_before:
             time.sleep(0.001)
         os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.05)
+        cancelled.wait(20)
         hooks.tiny_hold_gate(0)
 
+    cancelled = threading.Event()
     with plan.session() as session:
+        cancel = session.cancel
+        monkeypatch.setattr(session, "cancel", lambda: (cancel(), cancelled.set()))
         hooks.tiny_hold_gate(1)
         thread = threading.Thread(target=interrupt)
         thread.start()
         with pytest.raises(KeyboardInterrupt):
-            session.prefill([*IDS[:CHUNK], GATE_TOKEN, *IDS[:CHUNK]])
+            session.prefill(tokens)
         thread.join()
-        assert session.position == CHUNK
-        np.testing.assert_array_equal(session.decode(IDS[CHUNK]), expected[CHUNK])
+        assert session.position == 2 * CHUNK
+        np.testing.assert_array_equal(session.decode(tokens[2 * CHUNK]), expected[2 * CHUNK])
 
 
 @pytest.mark.parametrize("tokens", [10, 60])
