@@ -35,8 +35,10 @@ class Shape(ctypes.Structure):
     )
 
 
-def attention_kernel(heads: int, kv_heads: int, size: int, few_rows: bool) -> Kernel:
-    """The AVX2 kernel for packed q, k, v with rotary embedding."""
+def attention_kernel(
+    heads: int, kv_heads: int, size: int, few_rows: bool, isa: str = "avx2"
+) -> Kernel:
+    """The kernel for packed q, k, v with rotary embedding."""
     op = all_ops()["attention"]
     packed = TensorType(DType.F32, ("M", (heads + 2 * kv_heads) * size))
     source = ArraySource(DType.F32, (1, size // 2), lambda: np.zeros((1, size // 2), np.float32))
@@ -51,7 +53,7 @@ def attention_kernel(heads: int, kv_heads: int, size: int, few_rows: bool) -> Ke
         "scale": size**-0.5,
     }
     operands = [packed, None, None, angles, angles]
-    return kernels_of(op, attrs, operands, [True], few_rows)[ISA_LEVELS[0].name]
+    return kernels_of(op, attrs, operands, [True], few_rows)[isa]
 
 
 def build(kernels: list[Kernel], folder: Path) -> ctypes.CDLL:
@@ -99,11 +101,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--heads", type=int, nargs=3, default=(9, 3, 64), metavar=("H", "G", "D"))
+    parser.add_argument("--isa", default="avx2", choices=("avx2", "avx512"))
     parser.add_argument("--layers", type=int, default=30, help="caches to rotate over in decode")
     parser.add_argument("--repeats", type=int, default=9)
     options = parser.parse_args()
     heads, kv_heads, size = options.heads
-    decode, prefill = (attention_kernel(heads, kv_heads, size, few) for few in (True, False))
+    decode, prefill = (
+        attention_kernel(heads, kv_heads, size, few, options.isa) for few in (True, False)
+    )
     with tempfile.TemporaryDirectory() as folder:
         library = build([decode, prefill], Path(folder))
         results = []

@@ -5,38 +5,42 @@
 
 #include <cstdint>
 
+#include "lanes.h"
+
 namespace atsc {
 
-// c[kRows][16] = a[kRows][depth] b[depth][16], plus factors[kRows] * c if kAccumulate. b and c are
-// 32-byte aligned, strides in floats. Each element is one chain of fused multiply-adds in order of
-// depth, whatever kRows is.
-template <int kRows, bool kAccumulate>
+// c[kRows][kV vectors] = a[kRows][depth] b[depth][kV vectors], plus factors[kRows] * c if
+// kAccumulate. b and c are aligned to vectors, strides in floats. Each element is one chain of fused
+// multiply-adds in order of depth, whatever kRows is.
+template <typename L, int kRows, int kV, bool kAccumulate>
 static inline void multiply(const float* a, int64_t a_stride, const float* b, int64_t b_stride,
                             float* c, int64_t c_stride, int64_t depth, const float* factors) {
-  __m256 sums[kRows][2];
-#pragma GCC unroll 8
+  typename L::V sums[kRows][kV];
+#pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i) {
-    if constexpr (kAccumulate) {
-      const __m256 factor = _mm256_set1_ps(factors[i]);
-      sums[i][0] = _mm256_mul_ps(factor, _mm256_load_ps(c + i * c_stride));
-      sums[i][1] = _mm256_mul_ps(factor, _mm256_load_ps(c + i * c_stride + 8));
-    } else {
-      sums[i][0] = sums[i][1] = _mm256_setzero_ps();
+#pragma GCC unroll 2
+    for (int v = 0; v < kV; ++v) {
+      sums[i][v] = L::zero();
+      if constexpr (kAccumulate) {
+        sums[i][v] = L::multiply(L::all(factors[i]), L::load(c + i * c_stride + v * L::kCount));
+      }
     }
   }
   for (int64_t k = 0; k < depth; ++k) {
-    const __m256 b0 = _mm256_load_ps(b + k * b_stride), b1 = _mm256_load_ps(b + k * b_stride + 8);
-#pragma GCC unroll 8
+    typename L::V right[kV];
+#pragma GCC unroll 2
+    for (int v = 0; v < kV; ++v) right[v] = L::load(b + k * b_stride + v * L::kCount);
+#pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
-      const __m256 value = _mm256_broadcast_ss(a + i * a_stride + k);
-      sums[i][0] = _mm256_fmadd_ps(value, b0, sums[i][0]);
-      sums[i][1] = _mm256_fmadd_ps(value, b1, sums[i][1]);
+      const auto left = L::all(a[i * a_stride + k]);
+#pragma GCC unroll 2
+      for (int v = 0; v < kV; ++v) sums[i][v] = L::multiply_add(left, right[v], sums[i][v]);
     }
   }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i) {
-    _mm256_store_ps(c + i * c_stride, sums[i][0]);
-    _mm256_store_ps(c + i * c_stride + 8, sums[i][1]);
+#pragma GCC unroll 2
+    for (int v = 0; v < kV; ++v) L::store(c + i * c_stride + v * L::kCount, sums[i][v]);
   }
 }
 

@@ -5,7 +5,7 @@
 
 #include <cmath>
 
-#include "simd.h"
+#include "lanes.h"
 #include "vector_math.h"
 
 namespace atsc {
@@ -19,56 +19,70 @@ struct SoftmaxState {
   float total = 0.0f;
 };
 
-static inline float exp2_of_negative(float x) {
-  return _mm256_cvtss_f32(exp2_of_negative(_mm256_set1_ps(x)));
-}
-
 // What queries are multiplied by: scores in units of log2(e), or tanh's argument under a softcap.
 constexpr float query_scale(float scale, float softcap) {
   return softcap > 0.0f ? scale / softcap : scale * kLog2E;
 }
 
-// Turns scores into weights 2^(score - largest) in place and brings the state up to date. Columns
-// outside [first, last] get weight 0, up to the next multiple of 8 after `columns`, to which the
-// scores must be readable. Returns the factor for what was summed before. A softcap of 0 is none.
-static inline float soften(float* scores, int64_t columns, int64_t first, int64_t last,
-                           float softcap, SoftmaxState& state) {
-  const __m256 lanes = _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7);
-  const bool masked = first > 0 || last + 1 < columns || columns % 8 != 0;
-  const float stop = static_cast<float>(last < columns ? last : columns - 1);
-  __m256 largest = _mm256_set1_ps(-INFINITY);
-  for (int64_t i = 0; i < columns; i += 8) {
-    __m256 s = _mm256_loadu_ps(scores + i);
-    if (softcap > 0.0f) {
-      s = _mm256_mul_ps(_mm256_set1_ps(softcap * kLog2E), tanh8(s));
-    }
-    if (masked) {
-      const __m256 column = _mm256_add_ps(lanes, _mm256_set1_ps(static_cast<float>(i)));
-      const __m256 inside = _mm256_and_ps(
-          _mm256_cmp_ps(column, _mm256_set1_ps(static_cast<float>(first)), _CMP_GE_OQ),
-          _mm256_cmp_ps(column, _mm256_set1_ps(stop), _CMP_LE_OQ));
-      s = _mm256_blendv_ps(_mm256_set1_ps(-INFINITY), s, inside);
-    }
-    if (masked || softcap > 0.0f) _mm256_storeu_ps(scores + i, s);
-    largest = _mm256_max_ps(largest, s);
-  }
-  const float before = state.largest;
-  state.largest = std::fmax(before, max_lanes(largest));
-  // While nothing is visible, largest is -infinity and the differences are NaN: weights of 0.
-  const __m256 shift = _mm256_set1_ps(state.largest);
-  __m256 total = _mm256_setzero_ps();
-  for (int64_t i = 0; i < columns; i += 8) {
-    const __m256 w = exp2_of_negative(_mm256_sub_ps(_mm256_loadu_ps(scores + i), shift));
-    _mm256_storeu_ps(scores + i, w);
-    total = _mm256_add_ps(total, w);
-  }
-  const float factor = exp2_of_negative(before - state.largest);
-  state.total = state.total * factor + sum_lanes(total);
-  return factor;
+// 2^x for x <= 0; 0 up to -127, at -infinity and for NaN.
+template <typename L>
+static inline typename L::V exp2_of_negative(typename L::V x) {
+  x = L::larger(x, L::all(-127.0f));
+  // Adding 1.5 * 2^23 rounds to an integer, which then stands in the low bits.
+  const auto shift = L::all(12582912.0f), shifted = L::add(x, shift);
+  const auto r = L::subtract(x, L::subtract(shifted, shift));
+  auto p = L::all(1.32647273e-03f);
+  p = L::multiply_add(p, r, L::all(9.67151305e-03f));
+  p = L::multiply_add(p, r, L::all(5.55073375e-02f));
+  p = L::multiply_add(p, r, L::all(2.40222421e-01f));
+  p = L::multiply_add(p, r, L::all(6.93146978e-01f));
+  p = L::multiply_add(p, r, L::all(1.0f));
+  // At -127, p is 1 and its exponent bits are 127: adding -127 to them leaves 0.
+  return L::scale(p, shifted);
 }
 
-static inline __m256 load_halves(const uint16_t* p) {
-  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+static inline float exp2_of_negative(float x) {
+  return _mm256_cvtss_f32(exp2_of_negative<Avx>(_mm256_set1_ps(x)));
+}
+
+// The softcap of scores that come as tanh's argument; they leave in units of log2(e).
+static inline void cap_scores(float* scores, int64_t columns, float softcap) {
+  const __m256 factor = _mm256_set1_ps(softcap * kLog2E);
+  for (int64_t i = 0; i < columns; i += 8) {
+    _mm256_store_ps(scores + i, _mm256_mul_ps(factor, tanh8(_mm256_load_ps(scores + i))));
+  }
+}
+
+// Turns scores into weights 2^(score - largest) in place and brings the state up to date. Columns
+// outside [first, last] get weight 0, also those behind `columns`, up to a multiple of 16, to which
+// the scores (64-byte aligned) must reach. Returns the factor for what was summed before.
+template <typename L>
+static inline float soften(float* scores, int64_t columns, int64_t first, int64_t last,
+                           SoftmaxState& state) {
+  const bool masked = first > 0 || last + 1 < columns || columns % L::kCount != 0;
+  if (last >= columns) last = columns - 1;
+  auto largest = L::all(-INFINITY);
+  for (int64_t i = 0; i < columns; i += L::kCount) {
+    auto s = L::load(scores + i);
+    if (masked) {
+      s = L::inside(s, i, first, last);
+      L::store(scores + i, s);
+    }
+    largest = L::larger(largest, s);
+  }
+  const float before = state.largest;
+  state.largest = std::fmax(before, L::largest(largest));
+  // While nothing is visible, largest is -infinity and the differences are NaN: weights of 0.
+  const auto shift = L::all(state.largest);
+  auto total = L::zero();
+  for (int64_t i = 0; i < columns; i += L::kCount) {
+    const auto weights = exp2_of_negative<L>(L::subtract(L::load(scores + i), shift));
+    L::store(scores + i, weights);
+    total = L::add(total, weights);
+  }
+  const float factor = exp2_of_negative(before - state.largest);
+  state.total = state.total * factor + L::sum(total);
+  return factor;
 }
 
 // Rounds to fp16; size a multiple of 8.

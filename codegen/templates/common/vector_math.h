@@ -36,24 +36,6 @@ static inline __m256 exp8(__m256 x) {
   return _mm256_and_ps(_mm256_blendv_ps(power, x, is_nan), kept);
 }
 
-// 2^x for x <= 0, as softmax has it; 0 up to -127, at -infinity and for NaN.
-static inline __m256 exp2_of_negative(__m256 x) {
-  x = _mm256_max_ps(x, _mm256_set1_ps(-127.0f));  // of a NaN, the second operand
-  // Adding 1.5 * 2^23 rounds to an integer, which then stands in the low bits.
-  const __m256 shift = _mm256_set1_ps(12582912.0f);
-  const __m256 shifted = _mm256_add_ps(x, shift);
-  const __m256 r = _mm256_sub_ps(x, _mm256_sub_ps(shifted, shift));
-  __m256 p = _mm256_set1_ps(1.32647273e-03f);
-  p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(9.67151305e-03f));
-  p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(5.55073375e-02f));
-  p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(2.40222421e-01f));
-  p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(6.93146978e-01f));
-  p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.0f));
-  // At -127, p is 1 and its exponent bits are 127: the sum is 0.
-  const __m256i exponent = _mm256_slli_epi32(_mm256_castps_si256(shifted), 23);
-  return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), exponent));
-}
-
 static inline __m256 sigmoid8(__m256 x) {
   const __m256 one = _mm256_set1_ps(1.0f);
   const __m256 e = exp8(_mm256_xor_ps(x, _mm256_set1_ps(-0.0f)));
