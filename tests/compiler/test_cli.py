@@ -134,7 +134,8 @@ def test_inspect(atsc: Atsc, folder: Path) -> None:
 def test_targets(atsc: Atsc) -> None:
     assert "x86-64-v3" in atsc("targets").out
     found = atsc("targets", "--json").document["targets"]
-    assert [target["target"] for target in found][:2] == ["auto", "x86-64-v3"]
+    assert found[0]["target"] == "auto"
+    assert "x86-64-v3" in [target["target"] for target in found]
     assert found[0]["default_threads"] >= 1
 
 
