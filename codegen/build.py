@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,7 +42,7 @@ def generate(graph: Graph, storage: Storage, progress: Progress | None = None) -
     Raises:
         CodegenError: a template or the compiler fails.
     """
-    stored = {weight.weight.name: weight for unit in storage.units for weight, _ in unit.weights}
+    stored = storage.stored()
     of_nodes = tuple(_kernels_of_node(graph, node, stored) for node in graph.nodes)
     units = [*translation_units(_distinct(of_nodes)), *_runtime_units()]
 
@@ -73,16 +73,25 @@ def _runtime_units() -> list[Unit]:
     ]
 
 
-def _kernels_of_node(graph: Graph, node: Node, stored: dict[str, StoredWeight]) -> NodeKernels:
-    op = op_of(node)
-    operands: list[Operand] = [
+def operands_of(graph: Graph, node: Node, stored: Mapping[str, StoredWeight]) -> list[Operand]:
+    """What the kernels of a node see of its inputs."""
+    return [
         stored[name] if name in stored else graph.values[name] if name else None
         for name in node.inputs
     ]
+
+
+def outputs_of(node: Node) -> list[bool]:
+    """Which of its operator's outputs a node makes."""
     wanted = [bool(name) for name in node.outputs]
-    outputs = [*wanted, *[False] * (len(op.outputs) - len(wanted))]
+    return [*wanted, *[False] * (len(op_of(node).outputs) - len(wanted))]
+
+
+def _kernels_of_node(graph: Graph, node: Node, stored: Mapping[str, StoredWeight]) -> NodeKernels:
+    operands, outputs = operands_of(graph, node, stored), outputs_of(node)
     few, many = (
-        kernels_of(op, node.attrs, operands, outputs, few_rows) for few_rows in (True, False)
+        kernels_of(op_of(node), node.attrs, operands, outputs, few_rows)
+        for few_rows in (True, False)
     )
     return NodeKernels(few, many)
 

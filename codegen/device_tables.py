@@ -97,7 +97,7 @@ def unit_times(device: DeviceTables | None, unit: int) -> str:
 
 
 def _templates(device: DeviceTables) -> list[str]:
-    return sorted({kernel.template for kernel in _distinct(device)})
+    return sorted({module.template for module in device.modules})
 
 
 def _distinct(device: DeviceTables) -> list[CudaKernel]:

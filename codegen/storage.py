@@ -43,6 +43,10 @@ class Storage:
     """Weight name -> offset in weights.bin of each part."""
     num_bytes: int
 
+    def stored(self) -> dict[str, StoredWeight]:
+        """Weight name -> how it is stored."""
+        return {s.weight.name: s for unit in self.units for s, _ in unit.weights}
+
 
 def store_weights(graph: Graph) -> dict[str, StoredWeight]:
     """Decide how each weight is stored, by how it is read: what is no operator's matrix (norms,

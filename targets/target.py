@@ -16,7 +16,7 @@ _FOLDER = Path(__file__).parent
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Target:
-    """A machine's CPU side; 0 and None stand for what is not known.
+    """A machine; 0, None and empty stand for what is not known or not there.
 
     Later issues fill the rates in by measuring; a target file may give them from a datasheet.
     """
@@ -42,6 +42,24 @@ class Target:
     ram_read_bytes_per_s: float | None = None
     ram_read_shared_bytes_per_s: float | None = None
     """The same while transfers to the GPU run."""
+    cpu_ops_per_s: float | None = None
+    """Multiplications and additions of int8 on all cores."""
+    gpu: str = ""
+    """`cuda`, `virtual` (a device in host memory, for tests), or nothing."""
+    gpu_model: str = ""
+    sm: int = 0
+    """Compute capability, 90 for sm_90."""
+    num_sms: int = 0
+    vram_bytes: int = 0
+    vram_read_bytes_per_s: float | None = None
+    gpu_ops_per_s: float | None = None
+    """Multiplications and additions of int8 on tensor cores, dense."""
+    h2d_bytes_per_s: float | None = None
+    """From pinned host memory, alone."""
+    hand_off_ns: float | None = None
+    """Latency of activations that cross, one way."""
+    gpu_context_bytes: int = 0
+    """VRAM that a process holds before it has loaded anything."""
     source: str = "datasheet"
     """`datasheet`, `detected` (sizes, no rates) or `measured`."""
 

@@ -1,0 +1,164 @@
+"""From annotated units to what the tables say of the device: rungs, slots, and when to stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from atsc.codegen.device_build import DeviceCode
+from atsc.codegen.device_tables import DeviceTables
+from atsc.passes.annotate import Annotation
+from atsc.passes.ladder import FixedBytes, Rung, ladder
+from atsc.passes.placement import (
+    Kind,
+    Objective,
+    Part,
+    Side,
+    Times,
+    UnitCost,
+    describe_placement,
+)
+from atsc.passes.policies import POLICIES
+
+NUM_SLOTS = 2
+LADDER_TOLERANCE = 0.03
+FEW_ROWS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRequest:
+    """What the user wants of the device, in bytes."""
+
+    kind: str
+    policy: str
+    budget_bytes: int
+    headroom_bytes: int
+    prompt_share: float
+    chunk: int
+
+
+def plan_device(
+    request: DeviceRequest,
+    annotation: Annotation,
+    fixed: FixedBytes,
+    code: DeviceCode | None,
+    num_units: int,
+) -> DeviceTables:
+    """Place the units, for the whole budget and below it.
+
+    Args:
+        request: policy and budget.
+        annotation: costs of the units that may be placed.
+        fixed: device memory that is taken whatever is resident.
+        code: the kernels; none for the virtual device, which runs the CPU's.
+        num_units: of the plan, with those that have no cost.
+
+    Raises:
+        BudgetError: what must lie on the device does not fit.
+    """
+    objective = Objective(annotation.to_gpu, annotation.to_cpu, request.prompt_share, request.chunk)
+    rungs = _rungs(request, annotation.costs, objective, fixed)
+    nothing = Times(0, 0)
+    decode, prefill = [nothing] * num_units, [nothing] * num_units
+    for index, cost in zip(annotation.indices, annotation.costs, strict=True):
+        decode[index], prefill[index] = cost.decode, cost.prefill
+    return DeviceTables(
+        kind=request.kind,
+        budget_bytes=request.budget_bytes,
+        headroom_bytes=request.headroom_bytes,
+        hand_off_ns=round(annotation.to_gpu.latency_ns),
+        link_bytes_per_s=_link_bytes_per_s(annotation.costs),
+        stream_from_rows=stream_from_rows(annotation.costs, request.chunk),
+        kernels=code.kernels if code else (),
+        modules=[module for module, _ in code.modules] if code else (),
+        decode=decode,
+        prefill=prefill,
+        num_slots=NUM_SLOTS,
+        rungs=[
+            (
+                rung,
+                _spread(rung.placement.on_gpu, annotation, num_units),
+                _prefill_ns(rung, annotation),
+            )
+            for rung in rungs
+        ],
+    )
+
+
+def slot_bytes(costs: Sequence[UnitCost]) -> int:
+    """Of all slots: each holds the largest unit that a prefill chunk streams.
+
+    The head runs for the wanted rows of logits alone, so that it never pays to stream it.
+    """
+    streamed = [c.num_bytes for c in costs if c.kind is Kind.WEIGHTS and c.part is not Part.HEAD]
+    return NUM_SLOTS * max(streamed, default=0)
+
+
+def stream_from_rows(costs: Sequence[UnitCost], chunk: int) -> int:
+    """The fewest rows of a round for which streaming the host's units beats computing them there.
+
+    A unit's time on the host is decode's for few rows and grows to that of a whole chunk; streamed,
+    it takes its copy or its time on the GPU, whichever is longer. 0: never.
+    """
+    units = [c for c in costs if c.kind is Kind.WEIGHTS and c.part is not Part.HEAD]
+    for rows in range(FEW_ROWS + 1, chunk + 1):
+        share = rows / chunk
+        on_host = sum(max(c.decode.cpu_ns, c.prefill.cpu_ns * share) for c in units)
+        streamed = sum(
+            max(c.decode.transfer_ns, c.decode.gpu_ns, c.prefill.gpu_ns * share) for c in units
+        )
+        if streamed < on_host:
+            return rows
+    return 0
+
+
+def _rungs(
+    request: DeviceRequest, costs: Sequence[UnitCost], objective: Objective, fixed: FixedBytes
+) -> list[Rung]:
+    slots = slot_bytes(costs)
+    everything = all_resident(costs, objective, fixed, request.budget_bytes)
+    if request.policy != "tensor":
+        budget = request.budget_bytes - fixed.total - slots
+        placement = POLICIES[request.policy](costs, objective, budget)
+        needed = fixed.total + slots + placement.resident_bytes
+        return [Rung(request.budget_bytes, needed, slots, placement)]
+    rungs = list(ladder(costs, objective, request.budget_bytes, fixed, slots, LADDER_TOLERANCE))
+    return [*rungs, everything] if everything else rungs
+
+
+def all_resident(
+    costs: Sequence[UnitCost], objective: Objective, fixed: FixedBytes, budget_bytes: int
+) -> Rung | None:
+    """The rung with every unit on the device, which needs no slots; None if it does not fit."""
+    on_gpu = [cost.side is not Side.HOST for cost in costs]
+    placement = describe_placement(costs, on_gpu, objective)
+    needed = fixed.total + placement.resident_bytes
+    return Rung(needed, needed, 0, placement) if needed <= budget_bytes else None
+
+
+def _spread(on_gpu: Sequence[bool], annotation: Annotation, num_units: int) -> list[bool]:
+    bits = [False] * num_units
+    for index, here in zip(annotation.indices, on_gpu, strict=True):
+        bits[index] = here
+    return bits
+
+
+def _prefill_ns(rung: Rung, annotation: Annotation) -> int:
+    """Predicted time of a whole chunk: what lives on the host is streamed, or computed there."""
+    total = 0
+    for cost, here in zip(annotation.costs, rung.placement.on_gpu, strict=True):
+        streamed = max(cost.prefill.transfer_ns, cost.prefill.gpu_ns)
+        streams = cost.kind is Kind.WEIGHTS and cost.part is not Part.HEAD and rung.slot_bytes
+        if here:
+            total += cost.prefill.gpu_ns
+        elif streams and cost.side is not Side.HOST:
+            total += min(streamed, cost.prefill.cpu_ns)
+        else:
+            total += cost.prefill.cpu_ns
+    return total
+
+
+def _link_bytes_per_s(costs: Sequence[UnitCost]) -> float:
+    moved = [c for c in costs if c.decode.transfer_ns]
+    total_ns = sum(c.decode.transfer_ns for c in moved)
+    return 1e9 * sum(c.num_bytes for c in moved) / total_ns if total_ns else 0.0
