@@ -115,6 +115,9 @@ def test_rewind_further_than_a_ring_holds_is_refused(open_tiny: OpenTiny) -> Non
             session.rewind(25 + WINDOW - 2)
         session.rewind(0)
         np.testing.assert_allclose(session.decode(IDS[0]), expected[0], rtol=1e-4, atol=1e-3)
+        session.prefill(IDS[1:10])
+        session.rewind(5)
+        np.testing.assert_allclose(session.decode(IDS[5]), expected[5], rtol=1e-4, atol=1e-3)
 
 
 def test_the_context_ends_before_any_work(open_tiny: OpenTiny) -> None:
