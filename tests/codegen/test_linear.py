@@ -13,7 +13,7 @@ from atsc.codegen.layout import store
 from atsc.compiler.ir import ArraySource, BlockFormat, DType, TensorType, Weight
 from atsc.compiler.isa import cpu_flags
 from atsc.compiler.ops import Sample, all_ops
-from atsc.compiler.ops.linear import random_float_weight
+from atsc.compiler.ops.linear import random_block_weight, random_float_weight
 from atsc.compiler.ops.quantize import Q8Array
 
 pytestmark = pytest.mark.toolchain
@@ -89,3 +89,20 @@ def test_a_tied_float_table_is_read_from_tiles(dtype: DType, tmp_path: Path) -> 
     prepared = Prepared(op, Sample({}, (ids, table)), kernel, (None, stored), (True,))
     library = build([prepared], tmp_path)
     np.testing.assert_array_equal(run(prepared, library)[0], reference(prepared)[0])
+
+
+def test_float_rows_pass_infinities_and_wide_ranges(tmp_path: Path) -> None:
+    """Accuracy level 1 of int4: activations are never silently made finite or lost."""
+    op, rng = all_ops()["linear"], np.random.default_rng(2)
+    weight = random_block_weight(rng, (16, 96), BlockFormat(4, 32, False))
+    rows = [rng.standard_normal((1, 96), np.float32) for _ in range(3)]
+    rows[0][0, 5] = np.inf
+    rows[1][0, 40] = np.nan
+    rows[2] *= np.repeat(np.array([1e-20, 1e4, 1e15], np.float32), 32)
+    cases = [prepare(op, Sample({"accuracy_level": 1}, (x, weight)), ISA_LEVELS[0]) for x in rows]
+    prepared = [case for case in cases if case is not None]
+    library = build(prepared, tmp_path)
+    results = [run(case, library)[0] for case in prepared]
+    assert not np.isfinite(results[0]).any() and not np.isfinite(results[1]).any()
+    expected = reference(prepared[2])[0]
+    assert np.linalg.norm(results[2] - expected) <= 1e-6 * np.linalg.norm(expected)

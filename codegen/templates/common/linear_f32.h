@@ -1,14 +1,15 @@
 // Linear layers with float activations: float weights, and int4 or int8 at accuracy level 1. AVX2 or,
 // where the translation unit is compiled for it, AVX-512.
 //
-// One row: codes become floats in registers. A nibble is masked where it stands in its word, as
-// nibble * 16^p, so that no shift is needed; the sums of the eight places p are scaled back once a
-// slab. More rows: weights of 16 outputs become a panel of floats [k][16] in the L1 cache, which an
-// FMA kernel of up to 6 rows x 16 outputs reads. Sums go on in float within 256 K at most, then
-// panels are added.
+// One row: int4 by linear_digits.h; other codes become floats in registers. A code is masked where it
+// stands in its word, as code * 256^p, so that no shift is needed; the sums of the four places p are
+// scaled back once a slab. More rows: weights of 16 outputs become a panel of floats [k][16] in the
+// L1 cache, which an FMA kernel of up to 6 rows x 16 outputs reads. Sums go on in float within 256 K
+// at most, then panels are added.
 #pragma once
 
 #include "linear.h"
+#include "linear_digits.h"
 #if defined(__AVX512F__)
 #include "linear_f32_512.h"
 #endif
@@ -69,55 +70,37 @@ constexpr float field_scale() {
   return (kPlace + 1) * kBits == 32 ? 1.0f : 1.0f / static_cast<float>(1 << (kPlace * kBits));
 }
 
-// Sum over the words [first, first + count) of field kPlace times its activations x[4 g].
-template <class Layer, int kPlace>
-static inline __m256 field_sum(const __m256i* words, const float* x, int first, int count) {
-  constexpr int kBits = Layer::kFormat == Format::int4 ? 4 : 8;
-  __m256 sum = _mm256_setzero_ps();
-#pragma GCC unroll 8
-  for (int g = first; g < first + count; ++g) {
-    sum = _mm256_fmadd_ps(field<kBits, kPlace>(words[g]), _mm256_broadcast_ss(x + 4 * g), sum);
-  }
-  return _mm256_mul_ps(sum, _mm256_set1_ps(field_scale<kBits, kPlace>()));
-}
-
 static inline __m256 add4(__m256 a, __m256 b, __m256 c, __m256 d) {
   return _mm256_add_ps(_mm256_add_ps(a, b), _mm256_add_ps(c, d));
 }
 
-// One slab's products of raw codes and activations, of k < 16 and of the others.
-template <class Layer>
-static inline void slab_sums(const Operands<Layer>& at, int64_t tile, int64_t slab, const float* x,
-                             __m256 (&sums)[2]) {
-  __m256i words[8];
-  if constexpr (Layer::kFormat == Format::int4) {
+// int8: sum over the words [kFirst, kFirst + 4) of byte kPlace times its activations x[4 g].
+template <int kPlace, int kFirst>
+static inline __m256 byte_sum(const __m256i* words, const float* x) {
+  __m256 sum = _mm256_setzero_ps();
 #pragma GCC unroll 4
-    for (int g = 0; g < 4; ++g) words[g] = load_words<Layer>(at, tile, slab, g);
-    sums[0] = add4(field_sum<Layer, 0>(words, x, 0, 4), field_sum<Layer, 2>(words, x + 1, 0, 4),
-                   field_sum<Layer, 4>(words, x + 2, 0, 4), field_sum<Layer, 6>(words, x + 3, 0, 4));
-    x += 16;
-    sums[1] = add4(field_sum<Layer, 1>(words, x, 0, 4), field_sum<Layer, 3>(words, x + 1, 0, 4),
-                   field_sum<Layer, 5>(words, x + 2, 0, 4), field_sum<Layer, 7>(words, x + 3, 0, 4));
-  } else {
-#pragma GCC unroll 8
-    for (int g = 0; g < 8; ++g) words[g] = load_words<Layer>(at, tile, slab, g);
-#pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half) {
-      const int g = 4 * half;
-      sums[half] =
-          add4(field_sum<Layer, 0>(words, x, g, 4), field_sum<Layer, 1>(words, x + 1, g, 4),
-               field_sum<Layer, 2>(words, x + 2, g, 4), field_sum<Layer, 3>(words, x + 3, g, 4));
-    }
+  for (int g = kFirst; g < kFirst + 4; ++g) {
+    sum = _mm256_fmadd_ps(field<8, kPlace>(words[g]), _mm256_broadcast_ss(x + 4 * g), sum);
   }
+  return _mm256_mul_ps(sum, _mm256_set1_ps(field_scale<8, kPlace>()));
+}
+
+template <int kFirst>
+static inline __m256 word_sums(const __m256i* words, const float* x) {
+  return add4(byte_sum<0, kFirst>(words, x), byte_sum<1, kFirst>(words, x + 1),
+              byte_sum<2, kFirst>(words, x + 2), byte_sum<3, kFirst>(words, x + 3));
 }
 
 template <class Layer>
-static inline __m256 gemv_blocks(const Operands<Layer>& at, int64_t tile,
+static inline __m256 gemv_int8(const Operands<Layer>& at, int64_t tile,
                                  const FloatRow<Layer>& row) {
   __m256 y = _mm256_setzero_ps();
   for (int64_t slab = 0; slab < num_slabs<Layer>(); ++slab) {
-    __m256 sums[2];
-    slab_sums<Layer>(at, tile, slab, row.slab(slab), sums);
+    __m256i words[8];
+#pragma GCC unroll 8
+    for (int g = 0; g < 8; ++g) words[g] = load_words<Layer>(at, tile, slab, g);
+    const float* x = row.slab(slab);
+    const __m256 sums[2] = {word_sums<0>(words, x), word_sums<4>(words, x)};
     const float *x0 = row.sums + 2 * slab, *x1 = x0 + 1;
     const int64_t block = slab * kQ8Block / Layer::kBlock;
     const Terms first = load_terms<Layer, false>(at.scales, at.zeros, tile, block);
@@ -216,10 +199,12 @@ static inline __m256 gemv_pairs(const Operands<Layer>& at, int64_t tile, const f
 template <class Layer>
 static inline void f32_gemv(const Operands<Layer>& at, int64_t begin, int64_t end) {
   const auto* x = static_cast<const float*>(at.x);
-  if constexpr (is_block_format<Layer>()) {
+  if constexpr (Layer::kFormat == Format::int4) {
+    digits_gemv<Layer>(at, begin, end);
+  } else if constexpr (Layer::kFormat == Format::int8) {
     const FloatRow<Layer> row(x);
     for (int64_t tile = begin; tile < end; ++tile) {
-      finish<Layer>(at, 0, tile, gemv_blocks<Layer>(at, tile, row));
+      finish<Layer>(at, 0, tile, gemv_int8<Layer>(at, tile, row));
     }
   } else {
     for (int64_t tile = begin; tile < end; ++tile) {
