@@ -17,6 +17,7 @@ constexpr int64_t kYieldNs = 5'000'000;            // then sleep between looks
 constexpr std::chrono::microseconds kNap{20};
 constexpr int64_t kPollNs = 1'000'000;             // how often a fault is asked for
 constexpr uint64_t kPage = 4096;
+constexpr uint64_t kControlBytes = 32 << 10;       // holds 3840 stamps
 
 constexpr const char* kBranchNames[kNumBranches] = {"compute", "copy", "copy2", "copy3"};
 
@@ -171,16 +172,17 @@ std::string CommandList::text() const {
   return text;
 }
 
-Executable::Executable(HostRange control, const CommandList& list)
-    : control_(std::move(control)), num_stamps_(list.num_stamps()) {
+Executable::Executable(Device& device, const CommandList& list)
+    : device_(device),
+      control_(device.take_control(sizeof(Flag) * kNumFlags +
+                                   sizeof(int64_t) * static_cast<uint64_t>(list.num_stamps()))),
+      num_stamps_(list.num_stamps()) {
   for (const Command& command : list.commands()) {
     if (command.kind == Command::Kind::kWaitFlag) waited_flags_ |= 1u << command.flag;
   }
 }
 
-uint64_t Executable::control_bytes(const CommandList& list) {
-  return sizeof(Flag) * kNumFlags + sizeof(int64_t) * static_cast<uint64_t>(list.num_stamps());
-}
+Executable::~Executable() { device_.give_control(std::move(control_)); }
 
 void Executable::run() {
   const std::lock_guard lock(release_mutex_);
@@ -331,6 +333,25 @@ HostRange Device::allocate_host(uint64_t bytes, const char* what) {
   }
   range->memory_ = std::move(memory);
   return std::move(*range);
+}
+
+HostRange Device::take_control(uint64_t bytes) {
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = std::ranges::find_if(
+        spare_controls_, [&](const HostRange& spare) { return spare.bytes() >= bytes; });
+    if (found != spare_controls_.end()) {
+      HostRange control = std::move(*found);
+      spare_controls_.erase(found);
+      return control;
+    }
+  }
+  return allocate_host(std::max(bytes, kControlBytes), "the flags of a device round");
+}
+
+void Device::give_control(HostRange control) noexcept {
+  const std::lock_guard lock(mutex_);
+  spare_controls_.push_back(std::move(control));
 }
 
 void Device::unpin(std::byte* memory, uint64_t bytes) noexcept {

@@ -38,6 +38,8 @@
 // Ending early. `release` (any thread) lets every wait of the device pass, now and for the rest of
 // the round, and makes every `await` return false; the device then runs through what is left on
 // whatever data there is, so the round's results are worthless: call `wait`, then report the error.
+// What serves as an index must be a valid one even then: mapped memory begins as zeros and keeps
+// what was last written, device memory begins as anything.
 // It acts on the round that is running: one that comes before `run` has no effect on it, so look at
 // the session's cancel flag after `run`. Destroying a running executable releases it and waits.
 //
@@ -249,7 +251,7 @@ class CommandList {
 // A list made ready to run again and again.
 class Executable {
  public:
-  virtual ~Executable() = default;  // ends what runs, by releasing it
+  virtual ~Executable();  // ends what runs, by releasing it
   Executable(const Executable&) = delete;
 
   // Clears flags and stamps and starts the round; returns at once.
@@ -281,10 +283,9 @@ class Executable {
   };
   static_assert(sizeof(Flag) == 64);
 
-  // `control` is mapped host memory: kNumFlags flags, then the stamps.
-  Executable(HostRange control, const CommandList& list);
+  Executable(Device& device, const CommandList& list);
 
-  static uint64_t control_bytes(const CommandList& list);
+  // In mapped host memory: kNumFlags flags, then the stamps.
   Flag* flags() const { return reinterpret_cast<Flag*>(control_.host()); }
   int64_t* stamps() const { return reinterpret_cast<int64_t*>(flags() + kNumFlags); }
   DeviceAddress flag_address(int flag) const { return control_.address() + sizeof(Flag) * flag; }
@@ -303,6 +304,7 @@ class Executable {
  private:
   void raise_at_least(int flag, uint32_t value);
 
+  Device& device_;
   HostRange control_;
   int num_stamps_;
   uint32_t waited_flags_ = 0;  // bit i: the device waits for flag i
@@ -327,6 +329,7 @@ class Device {
   DeviceMemory memory() const;
 
   // Device memory; `what` names it in the error when the budget or the device has not enough.
+  // Allocating and freeing may wait for what runs: do neither beside a round.
   DeviceRange allocate(uint64_t bytes, const char* what);
 
   // Pins memory that is there already (page-aligned, at most kMaxPinnedBytes: split larger regions,
@@ -393,15 +396,25 @@ class Device {
 
   DeviceInfo info_;
 
+  // Implementations call it in their destructor, while they can still unpin.
+  void drop_spare_controls() { spare_controls_.clear(); }
+
  private:
   friend class DeviceRange;
   friend class HostRange;
+  friend class Executable;
   void unpin(std::byte* memory, uint64_t bytes) noexcept;
+
+  // Mapped memory for an executable's flags and stamps. It is kept for the next one, since pinning
+  // may stall the round that runs meanwhile.
+  HostRange take_control(uint64_t bytes);
+  void give_control(HostRange control) noexcept;
 
   const uint64_t budget_bytes_;
   mutable std::mutex mutex_;
   uint64_t used_[4] = {};
   std::map<uintptr_t, uint64_t> pinned_;  // begin -> bytes
+  std::vector<HostRange> spare_controls_;
 };
 
 }  // namespace atsc

@@ -27,4 +27,15 @@ struct DeviceArgs {
   int rows_of;          // DeviceRows: which count of rows is this node's
 };
 
+// Of the kernel `atsc_hand_off` (templates/cuda/handoff). Any pointer but these two may be null.
+struct HandOffArgs {
+  void* target;                 // device memory or mapped host memory, both; 4-byte aligned
+  const void* source;
+  unsigned long long bytes;     // a multiple of 4; may be 0
+  long long* stamp_before;      // ns of the device's clock, before anything is read
+  long long* stamp_after;       // after everything was written: launches of one block only
+  unsigned* flag;               // set to `value` after that: launches of one block only
+  unsigned value;
+};
+
 }  // namespace atsc

@@ -21,8 +21,8 @@ struct VirtualOptions {
   uint64_t context_bytes = 0;           // counted as if a driver held it
   uint64_t pinnable_bytes = ~0ull;      // the system refuses to pin more
   uint32_t isa_levels = 1;              // bit i: kernels of level i may be used
-  bool has_graphs = true;               // false: lists run in issue order, as on a poor driver
-  double link_bytes_per_s = 0;          // each direction; 0: as fast as memory
+  bool has_graphs = true;               // false: rounds are launches, as on a poor driver
+  double link_bytes_per_s = 0;          // each direction; 0: as fast as memory. Half if not pinned
 };
 
 // Changes how fast the device is, from any thread and while rounds run. Times are of the wall clock:
