@@ -18,7 +18,8 @@ from kernel_runner import Prepared, Schedule, build, num_rows, prepare, referenc
 from atsc.codegen.cpu import ISA_LEVELS, IsaLevel, template_path
 from atsc.codegen.render import template_exists
 from atsc.compiler.isa import cpu_flags
-from atsc.compiler.ops import OpDef, all_ops
+from atsc.compiler.ops import OpDef, Sample, all_ops
+from atsc.compiler.ops.activation import KINDS
 from atsc.compiler.ops.quantize import Q8Array
 
 pytestmark = pytest.mark.toolchain
@@ -130,6 +131,23 @@ def test_select_rows_keeps_the_listed_rows(tmp_path: Path) -> None:
     for rows in ([4], [3, 0], [2, 2, 1, 4, 0, 3]):
         (y,) = run(case, library, logit_rows=np.array(rows))
         assert np.array_equal(y, sample.inputs[0][rows])
+
+
+def test_activations_are_exact_everywhere(tmp_path: Path) -> None:
+    """Element by element, where a norm over random values would hide a bad spot."""
+    op, isa = all_ops()["activation"], ISA_LEVELS[0]
+    grid = np.linspace(-30, 30, 60_001, dtype=np.float32)
+    tiny = np.float32(1e-30) * grid
+    far = np.array([0, 88, 89, 120, 1e4, 1e15, 3e38], np.float32)
+    x = np.concatenate([grid, tiny, far, -far])[None]
+    cases = [prepare(op, Sample({"kind": kind}, (x,)), isa) for kind in KINDS]
+    library = build([case for case in cases if case], tmp_path)
+    for case in cases:
+        assert case is not None
+        with np.errstate(over="ignore"):
+            (want, _) = reference(case)
+        (got,) = run(case, library)
+        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-7, err_msg=str(case.sample.attrs))
 
 
 def test_norms_of_large_values(tmp_path: Path) -> None:

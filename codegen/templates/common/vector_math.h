@@ -11,12 +11,10 @@
 
 namespace atsc {
 
-// e^x; 0 below -87.3, at most e^88.
+// e^x; 1.2e-38 below -87.3, infinity above 88.7.
 static inline __m256 exp8(__m256 x) {
-  const __m256 lowest = _mm256_set1_ps(-87.3f);
-  const __m256 kept = _mm256_cmp_ps(x, lowest, _CMP_NLT_UQ);
   // The order of operands makes max and min hand NaN on.
-  x = _mm256_min_ps(_mm256_set1_ps(88.0f), _mm256_max_ps(lowest, x));
+  x = _mm256_min_ps(_mm256_set1_ps(89.0f), _mm256_max_ps(_mm256_set1_ps(-87.3f), x));
   const __m256 n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504f)),
                                    _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   // r = x - n ln 2, with ln 2 in two parts, the first of few bits.
@@ -29,11 +27,12 @@ static inline __m256 exp8(__m256 x) {
   p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(4.99999934e-1f));
   p = _mm256_fmadd_ps(_mm256_mul_ps(p, r), r, r);
   p = _mm256_add_ps(p, _mm256_set1_ps(1.0f));
-  const __m256i exponent = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
-  const __m256 power = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), exponent));
-  // A NaN's payload went through the addition above: put the NaN back.
-  const __m256 is_nan = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);
-  return _mm256_and_ps(_mm256_blendv_ps(power, x, is_nan), kept);
+  // Times 2^n in two steps, of which 2^128 needs both.
+  const __m256i exponent = _mm256_cvtps_epi32(n), bias = _mm256_set1_epi32(127);
+  const __m256i half = _mm256_srai_epi32(exponent, 1);
+  const __m256i rest = _mm256_sub_epi32(exponent, half);
+  p = _mm256_mul_ps(p, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(half, bias), 23)));
+  return _mm256_mul_ps(p, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(rest, bias), 23)));
 }
 
 static inline __m256 sigmoid8(__m256 x) {
