@@ -73,7 +73,7 @@ def plan_device(
         modules=[module for module, _ in code.modules] if code else (),
         decode=decode,
         prefill=prefill,
-        num_slots=NUM_SLOTS,
+        num_slots=NUM_SLOTS if any(rung.slot_bytes for rung in rungs) else 0,
         rungs=[
             (
                 rung,
@@ -115,15 +115,18 @@ def stream_from_rows(costs: Sequence[UnitCost], chunk: int) -> int:
 def _rungs(
     request: DeviceRequest, costs: Sequence[UnitCost], objective: Objective, fixed: FixedBytes
 ) -> list[Rung]:
+    """Rungs with slots where they fit, ending in one that needs none if everything is resident."""
+    whole = all_resident(costs, objective, fixed, request.budget_bytes)
     slots = slot_bytes(costs)
-    everything = all_resident(costs, objective, fixed, request.budget_bytes)
+    if fixed.total + slots > request.budget_bytes:
+        slots = 0
     if request.policy != "tensor":
         budget = request.budget_bytes - fixed.total - slots
         placement = POLICIES[request.policy](costs, objective, budget)
         needed = fixed.total + slots + placement.resident_bytes
         return [Rung(request.budget_bytes, needed, slots, placement)]
-    rungs = list(ladder(costs, objective, request.budget_bytes, fixed, slots, LADDER_TOLERANCE))
-    return [*rungs, everything] if everything else rungs
+    rungs = ladder(costs, objective, request.budget_bytes, fixed, slots, LADDER_TOLERANCE)
+    return [*rungs, whole] if whole else list(rungs)
 
 
 def all_resident(

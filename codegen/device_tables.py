@@ -126,7 +126,8 @@ def _kernel(kernel: CudaKernel, module: int) -> list[str]:
 def _rungs(device: DeviceTables) -> list[str]:
     return [
         f"    {{{rung.required_bytes}ull, {rung.placement.resident_bytes}ull, "
-        f"{rung.slot_bytes // max(device.num_slots, 1)}ull, {device.num_slots}, "
+        f"{rung.slot_bytes // max(device.num_slots, 1)}ull, "
+        f"{device.num_slots if rung.slot_bytes else 0}, "
         f"kOnDevice{number}, {rung.placement.time_ns}, {prefill_ns}}},"
         for number, (rung, _, prefill_ns) in enumerate(device.rungs)
     ]

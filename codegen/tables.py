@@ -40,6 +40,11 @@ class Cache:
     window: int
     capacity: int
 
+    @property
+    def num_bytes(self) -> int:
+        """K and V of one session, fp16."""
+        return 4 * self.kv_heads * self.head_size * self.capacity
+
 
 @dataclass(frozen=True, slots=True)
 class TableInputs:

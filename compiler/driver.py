@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.metadata
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from atsc.codegen.build import Generated, build_library, generate
-from atsc.codegen.layout import align, value_bytes
+from atsc.codegen.cuda_tiles import Gpu
+from atsc.codegen.device_build import DeviceCode, generate_device
+from atsc.codegen.device_plan import DeviceRequest, plan_device
+from atsc.codegen.device_tables import DeviceTables
+from atsc.codegen.layout import UNIT_ALIGNMENT, align, value_bytes
 from atsc.codegen.package import PlanFolder, WeightsFile, check_output
 from atsc.codegen.storage import Storage, StoredUnit, lay_out, store_weights
 from atsc.codegen.tables import Cache, TableInputs, tables_source
@@ -20,11 +25,16 @@ from atsc.compiler.errors import UsageError
 from atsc.compiler.importers.onnx import import_onnx
 from atsc.compiler.ir import Graph, TensorType
 from atsc.compiler.isa import platform_name
+from atsc.passes import partition
 from atsc.passes.allocate import Allocation, RoundLimits, allocate
+from atsc.passes.annotate import Annotation, Load, RooflineTimer, annotate, rates_of
 from atsc.passes.check_allocation import check_allocation
+from atsc.passes.ladder import FixedBytes
 from atsc.passes.limit_context import LimitContext, choose_context
 from atsc.passes.optimise import optimise
-from atsc.passes.partition import Schedule, partition_units, schedule_groups, unit_of_nodes
+from atsc.passes.partition import Schedule, UnitKind, partition_units, schedule_groups
+from atsc.passes.policies import POLICIES
+from atsc.targets.target import Target, resolve
 
 T = TypeVar("T")
 
@@ -33,7 +43,18 @@ LOGITS_BYTES = 16 << 20
 CACHE_ALIGNMENT = 64
 LEAST_ISA = "x86-64-v3"
 LIBRARY = "libplan.so"
-STAGES = ("import", "optimise", "partition", "allocate", "generate", "package")
+STAGES = (
+    "import",
+    "optimise",
+    "partition",
+    "allocate",
+    "generate",
+    "annotate",
+    "place",
+    "package",
+)
+"""In order; plans for a CPU alone skip `annotate` and `place`."""
+DEFAULT_HEADROOM = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +68,14 @@ class CompileOptions:
     threads: int | None = None
     accuracy_level: int | None = None
     target: str = "auto"
-    policy: str = "cpu"
+    policy: str | None = None
+    """Of atsc.passes.policies; by default `tensor` where a GPU is asked for, else `cpu`."""
+    vram_bytes: int | None = None
+    """All that the process may hold of the GPU's memory."""
+    headroom_bytes: int = DEFAULT_HEADROOM
+    """Kept free of it."""
+    prompt_share: float = 0.0
+    """The share of all tokens that are prompt: how much prefill counts in placement."""
     sessions: int = 1
     stop_after: str | None = None
 
@@ -66,27 +94,32 @@ class Observer(Protocol):
 class Partition:
     """How the graph is cut, and where its weights will lie."""
 
+    units: tuple[partition.Unit, ...]
     schedule: Schedule
     storage: Storage
-    unit_of_node: dict[int, int]
+
+    @property
+    def unit_of_node(self) -> dict[int, int]:
+        """Node index -> unit index."""
+        return dict(partition.unit_of_nodes(self.units))
 
 
 @dataclass(slots=True)
 class _Stages:
-    """Runs the stages in order, timed and observed; knows where to stop."""
+    """Runs named stages, timed and observed; knows where to stop."""
 
     observer: Observer | None
     stop_after: str | None
     done: int = 0
 
-    def run(self, work: Callable[[], T]) -> T:
+    def run(self, name: str, work: Callable[[], T]) -> T:
         start = time.perf_counter()
         artifact = work()
         if self.observer:
             elapsed = time.perf_counter() - start
-            self.observer.on_stage(self.done, STAGES[self.done], artifact, elapsed)
+            self.observer.on_stage(self.done, name, artifact, elapsed)
         self.done += 1
-        if STAGES[self.done - 1] == self.stop_after and self.done < len(STAGES):
+        if name == self.stop_after and name != STAGES[-1]:
             raise _StopError
         return artifact
 
@@ -125,15 +158,43 @@ def default_output(model: Path) -> Path:
 
 
 def _compile(options: CompileOptions, output: Path, stages: _Stages) -> Path:
-    imported = stages.run(lambda: import_onnx(options.model, accuracy_level=options.accuracy_level))
+    target = _target_of(options)
+    imported = stages.run(
+        "import", lambda: import_onnx(options.model, accuracy_level=options.accuracy_level)
+    )
     context = choose_context(imported, options.ctx)
-    graph = stages.run(lambda: LimitContext(context).run(optimise(imported)))
-    partition = stages.run(lambda: _partition(graph))
+    graph = stages.run("optimise", lambda: LimitContext(context).run(optimise(imported)))
+    parts = stages.run("partition", lambda: _partition(graph))
     limits = _round_limits(graph, min(options.chunk, context))
-    allocation = stages.run(lambda: _allocate(graph, partition.schedule, limits))
-    generated = stages.run(lambda: generate(graph, partition.storage, stages.progress))
-    built = _Built(options, graph, context, partition, limits, allocation, generated)
-    return stages.run(lambda: _package(built, output, stages))
+    allocation = stages.run("allocate", lambda: _allocate(graph, parts.schedule, limits))
+    generated = stages.run("generate", lambda: _generate(graph, parts, target, stages))
+    built = _Built(options, target, graph, context, parts, limits, allocation, generated)
+    device = None
+    if target.gpu:
+        annotation = stages.run("annotate", lambda: _annotate(built, stages))
+        device = stages.run("place", lambda: _place(built, annotation))
+    return stages.run("package", lambda: _package(built, device, output, stages))
+
+
+def _target_of(options: CompileOptions) -> Target:
+    """The target; without its GPU where none is asked for.
+
+    Raises:
+        UsageError: VRAM or a policy is asked for that the target has no GPU for.
+    """
+    target = resolve(options.target)
+    wants_gpu = options.policy != "cpu" and (
+        options.vram_bytes is not None or options.policy is not None or options.target != "auto"
+    )
+    if not wants_gpu:
+        return dataclasses.replace(target, gpu="")
+    if not target.gpu and (options.vram_bytes is not None or options.policy is not None):
+        flag = "--vram" if options.vram_bytes is not None else f"--policy {options.policy}"
+        raise UsageError(
+            f"{flag}: target {target.name} has no GPU that atsc can use; leave it out, or compile "
+            "for another machine with --target NAME (atsc targets lists them)"
+        )
+    return target
 
 
 def _check_options(options: CompileOptions) -> None:
@@ -145,15 +206,17 @@ def _check_options(options: CompileOptions) -> None:
         raise UsageError(f"--ctx {options.ctx}: must be at least 1")
     if options.sessions < 1:
         raise UsageError(f"--sessions {options.sessions}: must be at least 1")
-    if options.policy != "cpu":
-        raise UsageError(f"--policy {options.policy}: only cpu is supported so far")
+    if options.policy is not None and options.policy not in POLICIES:
+        raise UsageError(f"--policy {options.policy}: policies are {', '.join(POLICIES)}")
+    if not 0 <= options.prompt_share <= 1:
+        raise UsageError(f"--prompt-share {options.prompt_share}: must be from 0 to 1")
 
 
 def _partition(graph: Graph) -> Partition:
     stored = store_weights(graph)
     units = partition_units(graph, lambda weight: stored[weight.name].num_bytes)
     storage = lay_out(graph, units, stored)
-    return Partition(schedule_groups(graph), storage, dict(unit_of_nodes(units)))
+    return Partition(units, schedule_groups(graph), storage)
 
 
 def _round_limits(graph: Graph, chunk: int) -> RoundLimits:
@@ -174,16 +237,79 @@ def _allocate(graph: Graph, schedule: Schedule, limits: RoundLimits) -> Allocati
 
 
 @dataclass(frozen=True, slots=True)
+class _Code:
+    """Kernels of the CPU, and of the GPU where the target has one that needs its own."""
+
+    cpu: Generated
+    device: DeviceCode | None
+
+
+def _generate(graph: Graph, parts: Partition, target: Target, stages: _Stages) -> _Code:
+    cpu = generate(graph, parts.storage, stages.progress)
+    if target.gpu != "cuda":
+        return _Code(cpu, None)
+    return _Code(cpu, generate_device(graph, parts.storage, Gpu(target.sm, target.num_sms)))
+
+
+@dataclass(frozen=True, slots=True)
 class _Built:
-    """Everything that the plan is packaged from."""
+    """Everything that later stages work from."""
 
     options: CompileOptions
+    target: Target
     graph: Graph
     context: int
-    partition: Partition
+    parts: Partition
     limits: RoundLimits
     allocation: Allocation
-    generated: Generated
+    code: _Code
+
+    def logits_bytes(self) -> int:
+        """Of a round with the most rows."""
+        return 4 * self.graph.info.vocab_size * self.limits.logit_rows
+
+
+def _annotate(b: _Built, stages: _Stages) -> Annotation:
+    stored = {name: weight.num_bytes for name, weight in b.parts.storage.stored().items()}
+    timer = RooflineTimer(b.graph, b.parts.units, stored, rates_of(b.target))
+    return annotate(
+        b.graph,
+        b.parts.units,
+        _device_bytes(b),
+        timer,
+        Load(b.context, b.limits.chunk),
+        stages.progress,
+    )
+
+
+def _device_bytes(b: _Built) -> list[int]:
+    """What each unit takes in VRAM: its range, and its KV cache for all sessions."""
+    caches = iter(_caches(b))
+    return [
+        align(unit.bytes, UNIT_ALIGNMENT)
+        + (next(caches).num_bytes * b.options.sessions if unit.kind is UnitKind.KV_CACHE else 0)
+        for unit in b.parts.storage.units
+    ]
+
+
+def _place(b: _Built, annotation: Annotation) -> DeviceTables:
+    options = b.options
+    shared = sum(u.bytes for u in b.parts.storage.units if u.kind is UnitKind.SHARED)
+    fixed = FixedBytes(
+        context=b.target.gpu_context_bytes,
+        modules=b.code.device.binary_bytes if b.code.device else 0,
+        activations=b.allocation.arena_bytes + b.logits_bytes() + shared,
+        headroom=options.headroom_bytes if b.target.gpu == "cuda" else 0,
+    )
+    request = DeviceRequest(
+        kind=b.target.gpu,
+        policy=options.policy or "tensor",
+        budget_bytes=options.vram_bytes or b.target.vram_bytes,
+        headroom_bytes=fixed.headroom,
+        prompt_share=options.prompt_share,
+        chunk=b.limits.chunk,
+    )
+    return plan_device(request, annotation, fixed, b.code.device, len(b.parts.units))
 
 
 def _caches(b: _Built) -> list[Cache]:
@@ -198,39 +324,50 @@ def _caches(b: _Built) -> list[Cache]:
     return found
 
 
-def _package(b: _Built, output: Path, stages: _Stages) -> Path:
-    info, storage, caches = b.graph.info, b.partition.storage, _caches(b)
+def _package(b: _Built, device: DeviceTables | None, output: Path, stages: _Stages) -> Path:
+    info, storage, caches = b.graph.info, b.parts.storage, _caches(b)
     with PlanFolder(output) as folder:
         weights = folder.write_weights(storage.units, info.source_files, stages.progress)
-        identity = hashlib.sha256(b.generated.identity().encode())
-        identity.update(repr((weights.unit_crc32s, b.context, b.limits, caches)).encode())
+        identity = hashlib.sha256(b.code.cpu.identity().encode())
+        facts = (weights.unit_crc32s, b.context, b.limits, caches, device)
+        identity.update(repr(facts).encode())
         plan_id = identity.hexdigest()
         tables = tables_source(
             TableInputs(
                 graph=b.graph,
-                schedule=b.partition.schedule,
+                schedule=b.parts.schedule,
                 allocation=b.allocation,
-                kernels=b.generated.of_nodes,
+                kernels=b.code.cpu.of_nodes,
                 storage=storage,
                 unit_crc32=weights.unit_crc32s,
-                unit_of_node=b.partition.unit_of_node,
+                unit_of_node=b.parts.unit_of_node,
                 caches=caches,
                 plan_id=plan_id,
                 context_length=b.context,
                 chunk=b.limits.chunk,
                 max_logit_rows=b.limits.logit_rows,
+                device=device,
             )
         )
-        library = build_library(b.generated, tables, folder.path / f"{LIBRARY}.partial")
+        library = build_library(b.code.cpu, tables, folder.path / f"{LIBRARY}.partial")
         folder.add_file(LIBRARY, library)
         library.unlink()
+        for module, path in b.code.device.modules if b.code.device else ():
+            folder.add_file(module.file, path)
         folder.add_companions(info.companion_files)
-        return folder.commit(_manifest(b, plan_id, weights, caches))
+        return folder.commit(_manifest(b, device, plan_id, weights, caches))
 
 
-def _manifest(b: _Built, plan_id: str, weights: WeightsFile, caches: list[Cache]) -> plan.Manifest:
+def _manifest(
+    b: _Built,
+    device: DeviceTables | None,
+    plan_id: str,
+    weights: WeightsFile,
+    caches: list[Cache],
+) -> plan.Manifest:
     info, options = b.graph.info, b.options
-    kv_bytes = sum(4 * c.kv_heads * c.head_size * c.capacity for c in caches)
+    kv_bytes = sum(cache.num_bytes for cache in caches)
+    on_device = device.rungs[-1][1] if device else [False] * len(b.parts.units)
     return plan.Manifest(
         plan_id=plan_id,
         atsc_version=importlib.metadata.version("atsc"),
@@ -252,14 +389,14 @@ def _manifest(b: _Built, plan_id: str, weights: WeightsFile, caches: list[Cache]
             accuracy_level=options.accuracy_level,
             threads=options.threads,
             sessions=options.sessions,
-            policy=options.policy,
+            policy=(options.policy or "tensor") if device else "cpu",
         ),
         memory=plan.Memory(
-            weights_bytes=b.partition.storage.num_bytes,
+            weights_bytes=b.parts.storage.num_bytes,
             kv_bytes=kv_bytes * options.sessions,
             arena_bytes=b.allocation.arena_bytes
             + b.allocation.private_arena_bytes * (options.threads or 1),
-            logits_bytes=4 * info.vocab_size * b.limits.logit_rows,
+            logits_bytes=b.logits_bytes(),
         ),
         units=tuple(
             plan.Unit(
@@ -268,14 +405,23 @@ def _manifest(b: _Built, plan_id: str, weights: WeightsFile, caches: list[Cache]
                 format=_format_of(unit),
                 bytes=unit.bytes,
                 offset=unit.offset,
-                residency="ram",
+                residency="vram" if here else "ram",
                 crc32=crc32,
             )
-            for unit, crc32 in zip(b.partition.storage.units, weights.unit_crc32s, strict=True)
+            for unit, crc32, here in zip(
+                b.parts.storage.units, weights.unit_crc32s, on_device, strict=True
+            )
         ),
         files={},
+        target=plan_target(b.target),
         weights_key=weights.key,
     )
+
+
+def plan_target(target: Target) -> dict[str, Any]:
+    """A target as plan.json holds it."""
+    fields = dataclasses.asdict(target).items()
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in fields}
 
 
 def _format_of(unit: StoredUnit) -> str:

@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from atsc.compiler.errors import UsageError
 from atsc.compiler.ir import Graph, TensorType, Weight
 from atsc.compiler.ops import Operand, op_of
 from atsc.passes.partition import Unit, UnitKind
 from atsc.passes.placement import Kind, Link, Part, Side, Times, UnitCost
+from atsc.targets.target import Target
 
 Progress = Callable[[str, int, int], None]
 
@@ -166,6 +168,44 @@ class Rates:
     hand_off_ns: float
     kernel_ns: float
     """Least time of a kernel on the GPU, and of a barrier-free stage on the CPU."""
+
+
+_BANDWIDTH_SHARE = 0.8
+_THROUGHPUT_SHARE = 0.4
+"""What kernels reach of a maker's peak figures."""
+_KERNEL_NS = 2500.0
+
+
+def rates_of(target: Target) -> Rates:
+    """The roofline of a target that has a GPU.
+
+    Raises:
+        UsageError: the target file lacks a figure.
+    """
+    figures = {
+        "ram_read_bytes_per_s": target.ram_read_bytes_per_s,
+        "cpu_ops_per_s": target.cpu_ops_per_s,
+        "vram_read_bytes_per_s": target.vram_read_bytes_per_s,
+        "gpu_ops_per_s": target.gpu_ops_per_s,
+        "h2d_bytes_per_s": target.h2d_bytes_per_s,
+        "hand_off_ns": target.hand_off_ns,
+    }
+    missing = [name for name, value in figures.items() if not value]
+    if missing:
+        raise UsageError(
+            f"target {target.name}: no {', '.join(missing)}; add them to its file, or write one "
+            "on the machine itself with atsc profile -o FILE"
+        )
+    found = {name: float(value or 0) for name, value in figures.items()}
+    return Rates(
+        cpu_bytes_per_s=found["ram_read_bytes_per_s"] * _BANDWIDTH_SHARE,
+        cpu_ops_per_s=found["cpu_ops_per_s"] * _THROUGHPUT_SHARE,
+        gpu_bytes_per_s=found["vram_read_bytes_per_s"] * _BANDWIDTH_SHARE,
+        gpu_ops_per_s=found["gpu_ops_per_s"] * _THROUGHPUT_SHARE,
+        link_bytes_per_s=found["h2d_bytes_per_s"] * _BANDWIDTH_SHARE,
+        hand_off_ns=found["hand_off_ns"],
+        kernel_ns=_KERNEL_NS,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,10 @@ import os
 import platform
 from collections.abc import Iterator, Set
 from pathlib import Path
+from typing import Any
 
 from atsc.compiler.isa import cpu_flags, highest_level
+from atsc.targets.detect_gpu import detect_gpu
 from atsc.targets.target import Target
 
 FEATURES = ("avx_vnni", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")
@@ -39,8 +41,23 @@ def detect(root: Path = Path("/"), allowed: Set[int] | None = None) -> Target:
         l2_bytes=_cache_bytes(root, cpus[:1], level=2),
         l3_bytes=_cache_bytes(root, cpus, level=3),
         ram_bytes=_ram_bytes(root),
+        **_gpu_fields(root),
         source="detected",
     )
+
+
+def _gpu_fields(root: Path) -> dict[str, Any]:
+    """The GPU's part of a Target; a `root` of a test describes another machine, without one."""
+    gpu = detect_gpu() if root == Path("/") else None
+    if gpu is None:
+        return {}
+    return {
+        "gpu": "cuda",
+        "gpu_model": gpu.model,
+        "sm": gpu.sm,
+        "num_sms": gpu.num_sms,
+        "vram_bytes": gpu.vram_bytes,
+    }
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:

@@ -9,13 +9,20 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atsc.compiler.commands.console import Console, NotYet, at_least, existing, format_size
+from atsc.compiler.commands.console import (
+    Console,
+    NotYet,
+    at_least,
+    existing,
+    format_size,
+    parse_size,
+)
 from atsc.compiler.errors import ModelError, UsageError
 
 if TYPE_CHECKING:
     from atsc.compiler.plan import Manifest
 
-_NO_GPU = "plans run on the CPU for now, so leave it out"
+_NO_TIERS = "plans keep everything in RAM and VRAM for now, so leave it out"
 
 
 def add(parsers: Any) -> argparse.ArgumentParser:
@@ -46,13 +53,20 @@ def add(parsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--policy",
         choices=("cpu", "tensor", "layer", "ffn", "expert", "gpu", "stream"),
-        help="how units are placed; only cpu for now",
+        help="how units are placed (default: tensor with a GPU, else cpu)",
+    )
+    parser.add_argument("--vram", type=parse_size, metavar="SIZE", help="GPU memory to use, as 6G")
+    parser.add_argument(
+        "--headroom", type=parse_size, metavar="SIZE", help="of it, keep free (256M)"
+    )
+    parser.add_argument(
+        "--prompt-share", type=float, metavar="SHARE", help="of all tokens, for placement (0)"
     )
     parser.add_argument("--dump", type=Path, metavar="DIR", help="write every stage's artefact")
     parser.add_argument("--stop-after", metavar="STAGE", help="end after a stage")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-    for flag in ("--vram", "--ram", "--disk", "--headroom", "--prompt-share"):
-        parser.add_argument(flag, action=NotYet, instead=_NO_GPU)
+    for flag in ("--ram", "--disk"):
+        parser.add_argument(flag, action=NotYet, instead=_NO_TIERS)
     return parser
 
 
@@ -75,6 +89,9 @@ def run(args: argparse.Namespace, console: Console) -> int:
         "sessions": args.sessions,
         "accuracy_level": args.accuracy_level,
         "policy": args.policy,
+        "vram_bytes": args.vram,
+        "headroom_bytes": args.headroom,
+        "prompt_share": args.prompt_share,
         "stop_after": args.stop_after,
         "output": args.output,
     }

@@ -86,7 +86,7 @@ def test_wrong_usage(atsc: Atsc, arguments: list[str], expected: str) -> None:
     assert expected in one_line(atsc(*arguments), 2)
 
 
-@pytest.mark.parametrize("flag", ["--vram", "--ram", "--disk", "--headroom", "--prompt-share"])
+@pytest.mark.parametrize("flag", ["--ram", "--disk"])
 def test_flags_of_features_to_come_are_refused_by_name(atsc: Atsc, flag: str) -> None:
     assert f"{flag} is not supported yet" in one_line(atsc("compile", "m", flag, "6G"), 2)
 
