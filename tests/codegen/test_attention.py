@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -151,3 +152,11 @@ def test_scores_of_large_magnitude_stay_finite(compiled: Compiled, rows: int) ->
     # A score of a thousand has an error of 1e-4 in float32, which its power makes relative.
     sample = Sample(sample.attrs, large, sample.position, tolerance=1e-3)
     compiled.check(sample, SCHEDULES[0], SCHEDULES[1])
+
+
+def test_a_group_of_more_heads_than_a_tile_holds(tmp_path: Path) -> None:
+    variant, isa = Variant(200, 1, 8), LEVELS[0]
+    samples = [variant.sample(rows, 70) for rows in (2, 11)]
+    library = build(filter(None, (prepare(OP, sample, isa) for sample in samples)), tmp_path)
+    for sample in samples:
+        Compiled(isa, library).check(sample, SCHEDULES[0], SCHEDULES[2])
