@@ -2,6 +2,8 @@
 // one register; activations are broadcast by the instruction that multiplies them.
 #pragma once
 
+#include <cstring>
+
 #include "linear_q8.h"
 
 namespace atsc {
@@ -38,33 +40,92 @@ static inline Q8SlabPair<Layer> load_slab_pair(const Operands<Layer>& at, int64_
   return pair;
 }
 
-template <int kFirst, int kCount>
-static inline __m512 dot_pair(const __m512i* codes, const int8_t* x) {
-  __m512i sums[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};  // two chains of latency
-#pragma GCC unroll 8
-  for (int i = kFirst; i < kFirst + kCount; ++i) {
-    int32_t four;
-    __builtin_memcpy(&four, x + 4 * i, 4);
-    sums[i % 2] = _mm512_dpbusd_epi32(sums[i % 2], codes[i], _mm512_set1_epi32(four));
-  }
-  return _mm512_maskz_cvtepi32_ps(0xffff, _mm512_add_epi32(sums[0], sums[1]));
+// Without zero points a code stands for code - 8 or code - 128, which the start of each integer sum
+// takes into account: no operation, since it is a broadcast load in place of a zero.
+template <class Layer>
+constexpr bool starts_at_centre() {
+  return Layer::kZeros == Number::none && num_halves<Layer>() == 1;
 }
 
-// y + the product of a slab and a row's activations.
 template <class Layer>
-static inline __m512 add_slab_pair(const Q8SlabPair<Layer>& slab, const Q8Row& x, __m512 y) {
-  const __m512 scale = _mm512_set1_ps(*x.scale);
-  if constexpr (num_halves<Layer>() == 1) {
-    y = _mm512_fmadd_ps(slab.offset[0], _mm512_set1_ps(*x.scaled_sum), y);
-    const __m512 factor = _mm512_mul_ps(slab.scale[0], scale);
-    return _mm512_fmadd_ps(dot_pair<0, 8>(slab.codes, x.codes), factor, y);
+static inline void fill_starts(const int32_t* sums, int64_t count, int32_t* starts) {
+  constexpr int32_t kCentre = Layer::kFormat == Format::int4 ? 8 : 128;
+  for (int64_t row = 0; row < count; ++row) starts[row] = -kCentre * sums[row];
+}
+
+static inline __m512i broadcast4_512(const int8_t* x) {
+  int32_t four;
+  std::memcpy(&four, x, 4);
+  return _mm512_set1_epi32(four);
+}
+
+// y[row] + the product of a slab and a row's activations, for kRows rows from x on. Rows take turns
+// at each step: enough independent sums to hide the latency of vpdpbusd.
+template <class Layer, int kRows>
+static inline void add_q8_rows(const Q8SlabPair<Layer>& slab, const Q8Row& x, const int32_t* starts,
+                            float (*y)[2 * kTileRows]) {
+  __m512i sums[kRows];
+#pragma GCC unroll 8
+  for (int row = 0; row < kRows; ++row) {
+    sums[row] = _mm512_set1_epi32(starts_at_centre<Layer>() ? starts[row] : 0);
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) {
+      const __m512i four = broadcast4_512(x.codes + row * kQ8Bytes + 4 * i);
+      sums[row] = _mm512_dpbusd_epi32(sums[row], slab.codes[i], four);
+    }
+  }
+#pragma GCC unroll 8
+  for (int row = 0; row < kRows; ++row) {
+    __m512 all = _mm512_load_ps(y[row]);
+    if constexpr (!starts_at_centre<Layer>()) {
+      all = _mm512_fmadd_ps(slab.offset[0], _mm512_set1_ps(x.scaled_sum[row]), all);
+    }
+    const __m512 factor = _mm512_mul_ps(slab.scale[0], _mm512_set1_ps(x.scale[row]));
+    const __m512 sum = _mm512_maskz_cvtepi32_ps(0xffff, sums[row]);
+    _mm512_store_ps(y[row], _mm512_fmadd_ps(sum, factor, all));
+  }
+}
+
+template <int kFirst>
+static inline __m512 half_dot(const __m512i* codes, const int8_t* x) {
+  __m512i sum = _mm512_setzero_si512();
+#pragma GCC unroll 4
+  for (int i = kFirst; i < kFirst + 4; ++i) {
+    sum = _mm512_dpbusd_epi32(sum, codes[i], broadcast4_512(x + 4 * i));
+  }
+  return _mm512_maskz_cvtepi32_ps(0xffff, sum);
+}
+
+// The same for one row and blocks of 16.
+template <class Layer>
+static inline void add_halves(const Q8SlabPair<Layer>& slab, const Q8Row& x, float* y) {
+  const float half = first_half_sum(x.codes), rest = static_cast<float>(*x.sum) - half;
+  __m512 sum = _mm512_mul_ps(slab.scale[0], half_dot<0>(slab.codes, x.codes));
+  sum = _mm512_fmadd_ps(slab.scale[1], half_dot<4>(slab.codes, x.codes), sum);
+  sum = _mm512_fmadd_ps(slab.offset[0], _mm512_set1_ps(half), sum);
+  sum = _mm512_fmadd_ps(slab.offset[1], _mm512_set1_ps(rest), sum);
+  _mm512_store_ps(y, _mm512_fmadd_ps(_mm512_set1_ps(*x.scale), sum, _mm512_load_ps(y)));
+}
+
+// Adds a slab's products to the sums of some rows, the first of which is x.
+template <class Layer>
+static inline void add_slab_pair(const Q8SlabPair<Layer>& slab, const Q8View& x, int64_t first,
+                                 int64_t count, float (*y)[2 * kTileRows]) {
+  int64_t row = 0;
+  if constexpr (num_halves<Layer>() == 2) {
+    for (; row < count; ++row) add_halves<Layer>(slab, q8_row(x, first + row), y[row]);
   } else {
-    const float half = first_half_sum(x.codes), rest = static_cast<float>(*x.sum) - half;
-    __m512 sum = _mm512_mul_ps(slab.scale[0], dot_pair<0, 4>(slab.codes, x.codes));
-    sum = _mm512_fmadd_ps(slab.scale[1], dot_pair<4, 4>(slab.codes, x.codes), sum);
-    sum = _mm512_fmadd_ps(slab.offset[0], _mm512_set1_ps(half), sum);
-    sum = _mm512_fmadd_ps(slab.offset[1], _mm512_set1_ps(rest), sum);
-    return _mm512_fmadd_ps(scale, sum, y);
+    alignas(64) int32_t starts[kMostRows];
+    if constexpr (starts_at_centre<Layer>()) fill_starts<Layer>(x.sums + first, count, starts);
+    for (; row + 8 <= count; row += 8) {
+      add_q8_rows<Layer, 8>(slab, q8_row(x, first + row), starts + row, y + row);
+    }
+    for (; row < count; ++row) {
+      add_q8_rows<Layer, 1>(slab, q8_row(x, first + row), starts + row, y + row);
+    }
   }
 }
 
@@ -77,10 +138,7 @@ static inline void q8_gemm_pair(const Operands<Layer>& at, int64_t tile, int64_t
   for (int64_t row = 0; row < rows.count; ++row) _mm512_store_ps(y[row], _mm512_setzero_ps());
   for (int64_t slab = 0; slab < num_slabs<Layer>(); ++slab) {
     const Q8SlabPair<Layer> loaded = load_slab_pair<Layer>(at, tile, end - 1, slab);
-    for (int64_t row = 0; row < rows.count; ++row) {
-      const Q8Row a = q8_row(x, slab * all + rows.first + row);
-      _mm512_store_ps(y[row], add_slab_pair<Layer>(loaded, a, _mm512_load_ps(y[row])));
-    }
+    add_slab_pair<Layer>(loaded, x, slab * all + rows.first, rows.count, y);
   }
   for (int64_t row = 0; row < rows.count; ++row) {
     for (int64_t i = 0; tile + i < end; ++i) {
