@@ -36,7 +36,7 @@ from cuda_runner import (  # noqa: E402
     launch,
 )
 
-from atsc.codegen.cuda import SM_LEVELS, CudaKernel, kernel_of, level_of  # noqa: E402
+from atsc.codegen.cuda import CudaKernel, has_cuda_template, kernel_of  # noqa: E402
 from atsc.codegen.cuda_tiles import Gpu, gemm_blocks_tile, gemv_blocks_tile  # noqa: E402
 from atsc.codegen.layout import StoredWeight, store, value_bytes  # noqa: E402
 from atsc.compiler.ir import (  # noqa: E402
@@ -231,13 +231,13 @@ def measure(
     }
 
 
-def test_all(gpu: Gpu) -> list[str]:
+def test_all(gpu: Gpu, every: int, wanted: str) -> list[str]:
     failures = []
     for op in all_ops().values():
-        if not any(level_of(stem, SM_LEVELS[-1]) for stem in op.templates) and op.name != "linear":
+        if not has_cuda_template(op) or (wanted and op.name not in wanted.split(",")):
             continue
         began = time.perf_counter()
-        found = failures_of(op, gpu)
+        found = failures_of(op, gpu, every)
         print(f"test {op.name}: {len(found)} failures, {time.perf_counter() - began:.1f} s")
         failures += [f"{op.name}: {line}" for line in found]
     return failures
@@ -257,17 +257,18 @@ def sizes_of(case: Case, sweep: bool) -> Iterator[Sizes]:
                 yield columns, slabs, stages
 
 
-def time_all(gpu: Gpu, sweep: bool) -> list[dict[str, Any]]:
+def time_all(gpu: Gpu, sweep: bool, wanted: str) -> list[dict[str, Any]]:
+    cases = [case for case in CASES if wanted in case.name]
     kernels = {
         (case, sizes): kernel_of_case(case, gpu, sizes)
-        for case in CASES
+        for case in cases
         for sizes in sizes_of(case, sweep)
     }
     began = time.perf_counter()
     functions = functions_of(kernels.values(), gpu)
     print(f"compiled {len(functions)} kernels in {time.perf_counter() - began:.1f} s")
     rows = []
-    for case in CASES:
+    for case in cases:
         operands = upload(case)
         for (of_case, _), kernel in kernels.items():
             if of_case == case:
@@ -287,6 +288,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     parser.add_argument("--sweep", action="store_true", help="try other tile sizes too")
     parser.add_argument("--only", choices=("test", "time"), help="do one of the two")
+    parser.add_argument("--case", default="", help="time the cases whose name holds this alone")
+    parser.add_argument("--every", type=int, default=1, help="test every so many samples alone")
+    parser.add_argument("--ops", default="", help="test these operators alone: linear,quantize")
     options = parser.parse_args()
     if missing := gpu_missing():
         print(f"gpu_kernels: {missing}", file=sys.stderr)
@@ -296,8 +300,8 @@ def main() -> int:
         print(
             f"sm_{gpu.sm}, {gpu.num_sms} multiprocessors, copy {rate * 1e-9:.0f} GB/s", flush=True
         )
-        failures = test_all(gpu) if options.only != "time" else []
-        rows = time_all(gpu, options.sweep) if options.only != "test" else []
+        failures = test_all(gpu, options.every, options.ops) if options.only != "time" else []
+        rows = time_all(gpu, options.sweep, options.case) if options.only != "test" else []
     if options.json:
         options.json.write_text(json.dumps({"copy_bytes_per_s": rate, "rows": rows}, indent=1))
     print("\n".join([f"{len(failures)} failures", *failures[:40]]))

@@ -24,7 +24,7 @@ from typing import Any
 from atsc.codegen.cpu import Operand, symbol_stem, template_params
 from atsc.codegen.cuda_tiles import Gpu, tile_of, variant_of
 from atsc.codegen.nvrtc import CudaUnit
-from atsc.codegen.render import render, template_exists
+from atsc.codegen.render import TEMPLATES, render, template_exists
 from atsc.compiler.errors import CodegenError
 from atsc.compiler.ir import AttrValue
 from atsc.compiler.ops import OpDef
@@ -92,6 +92,12 @@ def level_of(stem: str, sm: int) -> int | None:
     return found[-1] if found else None
 
 
+def has_cuda_template(op: OpDef) -> bool:
+    """Whether any template, of whatever variant and level, serves an operator."""
+    folder = TEMPLATES / "cuda"
+    return any(any(folder.glob(f"{stem}*__sm*.cu.j2")) for stem in op.templates)
+
+
 def kernel_of(
     op: OpDef,
     attrs: Mapping[str, AttrValue],
@@ -104,7 +110,7 @@ def kernel_of(
     if not op.templates:
         return None
     params = template_params(op, attrs, operands, outputs, few_rows)
-    stem = op.templates[0 if few_rows else -1] + variant_of(op.name, params)
+    stem = op.templates[0 if few_rows else -1] + variant_of(op.name, params, gpu)
     level = level_of(stem, gpu.sm)
     if level is None:
         return None

@@ -2,8 +2,8 @@
 
 GEMV: a block holds 32 outputs (8 of float weights) and its warps share out K. As many warps as the
 GPU holds at once for all blocks together make one wave of equal shares, with no tail; a warp takes
-at least one full load. GEMM: 128 x 128 or 128 x 64 outputs a block, whichever keeps the
-multiprocessors more evenly busy at a usual prefill chunk.
+at least one full load. GEMM: 128 x 64 outputs a block, three blocks a multiprocessor, were 15 to
+50 % faster than 128 x 128 on an H200; float activations, which each block converts, want 128 x 128.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ WARPS_OF_SM = 32
 """Resident warps of one multiprocessor with 64 registers a thread."""
 SHARED_BYTES = {75: 64 << 10, 80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}
 """Most shared memory of one block; others have what sm_89 has."""
-CHUNK = 512
-"""Rows of a usual prefill chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +32,16 @@ Tile = dict[str, int]
 Params = Mapping[str, Any]
 
 
-def variant_of(op: str, params: Params) -> str:
+def variant_of(op: str, params: Params, gpu: Gpu) -> str:
     """What follows the stem in the template's name."""
     if op != "linear":
         return ""
-    return "_blocks" if params["matrix"]["block"] else "_floats"
+    matrix = params["matrix"]
+    if matrix["block"]:
+        return "_blocks"
+    # sm_75 has no bf16, and its f16 products run in fp32 as well.
+    few_or_old = params["few_rows"] or gpu.sm < 80
+    return "_floats" if few_or_old or matrix["format"] == "f32" else "_halves"
 
 
 def tile_of(stem: str, params: Params, gpu: Gpu) -> Tile:
@@ -92,17 +95,12 @@ def _gemv_floats(params: Params, gpu: Gpu) -> Tile:
 
 
 def _gemm_blocks(params: Params, gpu: Gpu) -> Tile:
-    matrix, quantized = params["matrix"], params["kind"]["x"] == "q8"
-
-    def busy_share(columns: int) -> float:
-        blocks = CHUNK // 128 * -(-matrix["n"] // columns)
-        return blocks / (-(-blocks // gpu.num_sms) * gpu.num_sms)
-
-    # Wider blocks read x less often; narrower ones must win by some percent.
-    columns = 128 if quantized and busy_share(128) > 0.9 * busy_share(64) else 64
-    slabs = 2 if quantized and -(-matrix["k"] // Q8_BLOCK) % 2 == 0 else 1
-    stages = 4 if quantized else 2
-    return gemm_blocks_tile(params, columns, slabs, stages)
+    matrix = params["matrix"]
+    if params["kind"]["x"] != "q8":
+        # Each block cuts its rows into digits: the wider, the less often.
+        return gemm_blocks_tile(params, columns=128, slabs=1, stages=3)
+    slabs = 2 if -(-matrix["k"] // Q8_BLOCK) % 2 == 0 else 1
+    return gemm_blocks_tile(params, columns=64, slabs=slabs, stages=4)
 
 
 def gemm_blocks_tile(params: Params, columns: int, slabs: int, stages: int) -> Tile:
@@ -129,8 +127,44 @@ def _weight_bytes(matrix: Mapping[str, Any], slabs: int, tiles: int) -> int:
     return -(-tiles * (codes + slots * (scales + zeros)) // 16) * 16
 
 
+def _norm(params: Params, gpu: Gpu) -> Tile:
+    width = params["width"]["x"]
+    of_thread = -(-width // 1024)
+    return {"threads": -(-width // (32 * of_thread)) * 32}
+
+
+def _attention_decode(params: Params, gpu: Gpu) -> Tile:
+    """One wave of blocks for rounds of one row; registers allow eight warps an SM."""
+    warps = 8 if params["attrs"]["head_size"] <= 128 else 4
+    splits = gpu.num_sms * (8 // warps) // params["attrs"]["kv_heads"]
+    return {"warps": warps, "splits": min(max(splits, 1), 32)}
+
+
+def _attention_prefill(params: Params, gpu: Gpu) -> Tile:
+    """The largest tile that shared memory holds, twice where registers allow two blocks an SM."""
+    size = params["attrs"]["head_size"]
+    pitch = -(-size // 16) * 16 + 8
+    shared = SHARED_BYTES.get(gpu.sm, SHARED_BYTES[89])
+    # Warps, tensor-core tiles of 16 queries a warp, tokens a step; registers hold 512 x 16 sums.
+    sizes = [(4, 2, 64), (4, 1, 64), (4, 1, 32)]
+    if size > 128:
+        sizes = [(8, 1, 64), (8, 1, 32), (4, 1, 32), (4, 1, 16)]
+    found = [
+        {"warps": warps, "tiles": tiles, "tokens": tokens, "shared": num_bytes, "resident": blocks}
+        for blocks in ((2, 1) if size <= 128 else (1,))
+        for warps, tiles, tokens in sizes
+        if blocks * ((num_bytes := 2 * pitch * (16 * warps * tiles + 2 * tokens)) + 1024) <= shared
+    ]
+    return found[0]
+
+
 _TILES: Mapping[str, Callable[[Params, Gpu], Tile]] = {
+    "rms_norm": _norm,
+    "layer_norm": _norm,
+    "attention_decode": _attention_decode,
+    "attention_prefill": _attention_prefill,
     "linear_gemv_blocks": _gemv_blocks,
     "linear_gemv_floats": _gemv_floats,
     "linear_gemm_blocks": _gemm_blocks,
+    "linear_gemm_halves": lambda params, gpu: {"stages": 4},
 }

@@ -25,6 +25,23 @@ constexpr int num_slabs() {
   return (Layer::kInputs + kSlab - 1) / kSlab;
 }
 
+// Four floats of a row from column `first`, zeros behind its end.
+template <class Layer>
+__device__ inline void load_row(const float* row, int first, bool wanted, float (&x)[4]) {
+  if (Layer::kInputs % 4 == 0) {
+    const bool inside = wanted && first < Layer::kInputs;
+    const float4 four = inside ? *reinterpret_cast<const float4*>(row + first) : float4{};
+    x[0] = four.x;
+    x[1] = four.y;
+    x[2] = four.z;
+    x[3] = four.w;
+  } else {
+    for (int i = 0; i < 4; ++i) {
+      x[i] = wanted && first + i < Layer::kInputs ? row[first + i] : 0.0f;
+    }
+  }
+}
+
 // Bias, activation, gate and residual of one output of one row, and its store.
 template <class Layer>
 __device__ inline void finish(const DeviceArgs& args, int row, int column, float y) {

@@ -159,21 +159,4 @@ __device__ inline Digits to_digits(const float (&x)[4]) {
   return digits;
 }
 
-// Four floats of a row from column `first`, zeros behind its end.
-template <class Layer>
-__device__ inline void load_row(const float* row, int first, bool wanted, float (&x)[4]) {
-  if (Layer::kInputs % 4 == 0) {
-    const bool inside = wanted && first < Layer::kInputs;
-    const float4 four = inside ? *reinterpret_cast<const float4*>(row + first) : float4{};
-    x[0] = four.x;
-    x[1] = four.y;
-    x[2] = four.z;
-    x[3] = four.w;
-  } else {
-    for (int i = 0; i < 4; ++i) {
-      x[i] = wanted && first + i < Layer::kInputs ? row[first + i] : 0.0f;
-    }
-  }
-}
-
 }  // namespace atsc

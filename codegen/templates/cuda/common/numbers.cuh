@@ -21,6 +21,13 @@ __device__ inline u16 to_f16(float value) {
 
 __device__ inline float from_bf16(u16 bits) { return __uint_as_float(static_cast<u32>(bits) << 16); }
 
+// To nearest, ties to even; NaN stays NaN.
+__device__ inline u16 to_bf16(float value) {
+  const u32 bits = __float_as_uint(value);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<u16>(bits >> 16 | 0x40u);
+  return static_cast<u16>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
 enum class Number { none, u8, f16, f32 };
 
 template <Number kKind>

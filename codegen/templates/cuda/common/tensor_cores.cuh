@@ -51,6 +51,25 @@ __device__ inline void mma_k16(int (&d)[4], u32 a0, u32 a1, u32 b) {
 #endif
 }
 
+#if __CUDA_ARCH__ >= 800
+// d += 16 rows x 8 columns x 16 k of f16 or bf16: the fragments of m16n8k32 with pairs of k, 8 apart
+// where those are 16 apart.
+template <bool kBf16>
+__device__ inline void mma_halves(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  if constexpr (kBf16) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+}
+#endif
+
 __device__ inline u32 shared_address(const void* p) {
   return static_cast<u32>(__cvta_generic_to_shared(p));
 }
