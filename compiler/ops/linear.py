@@ -142,12 +142,16 @@ def _samples() -> Iterator[Sample]:
             yield Sample({"activation": "relu"}, (x, weight, bias, None, residual))
     weight = random_block_weight(rng, (72, 96), BlockFormat(4, 32, False))
     bias = random_float_weight(rng, (72,), DType.F32, "b")
-    for rows in (1, 7, 40):
+    for activation, rows, gated in [
+        *((kind, 7, True) for kind in KINDS),
+        *((kind, 40, False) for kind in KINDS),
+        ("silu", 1, False),
+        ("silu", 40, True),
+    ]:
         codes = quantize_rows(rng.standard_normal((rows, 96), np.float32))
         gate, residual = rng.standard_normal((2, rows, 72), np.float32)
-        for activation in KINDS:
-            yield Sample({"activation": activation}, (codes, weight, bias, gate, residual))
-            yield Sample({"activation": activation}, (codes, weight, bias, None, None))
+        operands = (gate, residual) if gated else (None, None)
+        yield Sample({"activation": activation}, (codes, weight, bias, *operands))
 
 
 OPS = (
