@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import random
+import subprocess
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -177,9 +178,19 @@ def build(prepared: Iterable[Prepared], folder: Path) -> ctypes.CDLL:
             for unit in translation_units(p.kernel for p in prepared)
         ]
     )
+    _check_no_weak_symbols(objects)
     library = folder / "kernels.so"
     link_library(objects, library)
     return ctypes.CDLL(str(library))
+
+
+def _check_no_weak_symbols(objects: Iterable[Path]) -> None:
+    """A function that several objects may define would serve CPUs that lack one object's ISA."""
+    command = ["nm", "--defined-only", *map(str, objects)]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    rows = [line.split() for line in listed.splitlines()]
+    weak = [row[2] for row in rows if len(row) == 3 and row[1] in "WVu"]
+    assert not weak, f"not internal to its kernel: {', '.join(weak[:5])}"
 
 
 def reference(prepared: Prepared, logit_rows: np.ndarray | None = None) -> tuple[Any, ...]:

@@ -20,7 +20,7 @@ struct SoftmaxState {
 };
 
 // What queries are multiplied by: scores in units of log2(e), or tanh's argument under a softcap.
-constexpr float query_scale(float scale, float softcap) {
+static constexpr float query_scale(float scale, float softcap) {
   return softcap > 0.0f ? scale / softcap : scale * kLog2E;
 }
 
