@@ -74,6 +74,69 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
+class Times:
+    """Nanoseconds of one unit in one round: on each side, and of its copy from host to VRAM."""
+
+    cpu_ns: int
+    gpu_ns: int
+    transfer_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What the nodes of one unit do in one round: an entry a node; a roofline makes times of it.
+
+    A token more in the KV cache adds what the last two say, up to an attention's window; both are
+    empty where the context does not matter.
+    """
+
+    flops: tuple[int, ...]
+    bytes: tuple[int, ...]
+    """Read and written, weights included."""
+    flops_per_token: tuple[int, ...] = ()
+    bytes_per_token: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """How the KV cache of a unit grows with the context."""
+
+    bytes_per_token: int
+    """Of all sessions."""
+    window: int
+    """Tokens that attention looks back; 0: all."""
+    ring: int
+    """Most tokens that are kept; 0: the whole context."""
+
+    def capacity(self, context: int) -> int:
+        """Tokens that the cache holds at a context length."""
+        return min(context, self.ring) if self.ring else context
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What scheduling knows of one unit."""
+
+    kind: str
+    """`weights`, `kv cache` or `expert stack`."""
+    part: str
+    """`embedding`, `attention`, `ffn` or `head`."""
+    layer: int | None
+    device_bytes: int
+    """What it takes in VRAM; of a KV cache at the full context."""
+    input_bytes: int
+    """Activations a token that cross if the unit before runs on the other side."""
+    decode: Work
+    """Of one token, the context half full."""
+    prefill: Work
+    """Of one whole chunk, the context half full."""
+    cache: Cache | None = None
+    decode_times: Times | None = None
+    prefill_times: Times | None = None
+    """On the machine that the plan is for; None in plans for a CPU alone."""
+
+
+@dataclass(frozen=True, slots=True)
 class Unit:
     """One range of weights.bin and the nodes that consume it."""
 
@@ -85,6 +148,68 @@ class Unit:
     residency: str
     """`vram`, `ram` or `disk`."""
     crc32: int
+    cost: Cost | None = None
+    """None for tables that several nodes share: they are on both sides and cost nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What crosses between host and GPU, and how fast."""
+
+    h2d_bytes_per_s: float
+    """Of weights from pinned memory, beside the CPU's computation."""
+    to_gpu_ns: float
+    """Latency of a hand-off of activations to the GPU, and what each byte adds."""
+    to_gpu_ns_per_byte: float
+    to_cpu_ns: float
+    to_cpu_ns_per_byte: float
+    cpu_share: float = 1.0
+    """The CPU's speed while weights are copied, as a share of its speed alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """A placement for one amount of VRAM, and what it is predicted to be worth."""
+
+    required_bytes: int
+    """All that a process holds, head-room included."""
+    resident_bytes: int
+    slot_bytes: int
+    """Of all slots together."""
+    on_device: str
+    """A character a unit, in the order of `units`: 1 lives in VRAM, 0 does not."""
+    decode_ns: int
+    prefill_ns: int
+    """One round of one token, and of a whole chunk, as simulated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """The GPU that a plan is for, what it takes of its memory, and its placements."""
+
+    kind: str
+    """`cuda`, or `virtual`."""
+    model: str
+    sm: int
+    budget_bytes: int
+    """All that the process may hold of the GPU's memory; the following are parts of it."""
+    headroom_bytes: int
+    context_bytes: int
+    modules_bytes: int
+    activations_bytes: int
+    link: Link
+    stream_from_rows: int
+    """Rows of a round from which host weights are streamed through slots; 0: never."""
+    num_slots: int
+    prompt_share: float
+    rungs: tuple[Rung, ...]
+    """Ascending; the last is for the whole budget."""
+
+    @property
+    def fixed_bytes(self) -> int:
+        """What is taken whatever is resident."""
+        taken = self.context_bytes + self.modules_bytes + self.activations_bytes
+        return taken + self.headroom_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +240,8 @@ class Manifest:
     """Path relative to the plan, with `/` -> size and hash; every file but plan.json."""
     target: Mapping[str, Json] = field(default_factory=dict)
     measured: Mapping[str, Json] = field(default_factory=dict)
+    device: Device | None = None
+    """None in plans for a CPU alone."""
     weights_key: str = ""
     """Identifies what weights.bin was made from, so that re-planning need not write it again."""
     schema: int = SCHEMA
@@ -261,6 +388,11 @@ def check_content(manifest: Manifest, directory: Path) -> None:
         end = unit.offset + unit.bytes
     if end > manifest.files[manifest.weights].bytes:
         raise _damaged(path, f"units: {manifest.units[-1].name} ends beyond {manifest.weights}")
+    for number, rung in enumerate(manifest.device.rungs if manifest.device else ()):
+        if len(rung.on_device) != len(manifest.units) or set(rung.on_device) - {"0", "1"}:
+            raise _damaged(path, f"device: rung {number} does not say where each unit lives")
+    if manifest.device and not manifest.device.rungs:
+        raise _damaged(path, "device: no rungs")
 
 
 def _check_relative(name: str, manifest_path: Path) -> None:

@@ -26,8 +26,7 @@ class _Mismatch(Exception):
 def encode_manifest(manifest: object) -> bytes:
     """A dataclass as JSON text in UTF-8: `schema` first, then fields as they are declared."""
     data = {"schema": None, **_plain(manifest)}
-    text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
-    return (text + "\n").encode("utf-8")
+    return (_text(data, "\n") + "\n").encode("utf-8")
 
 
 def parse_object(text: bytes, path: Path) -> dict[str, Json]:
@@ -75,6 +74,27 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
     return value
+
+
+def _text(value: Any, line: str) -> str:
+    """JSON with a line for each field and item, but for lists and objects of numbers alone."""
+    inner = line + " "
+    if isinstance(value, list | dict) and value and not _is_plain(value):
+        if isinstance(value, list):
+            body = [_text(item, inner) for item in value]
+            return f"[{inner}{f',{inner}'.join(body)}{line}]"
+        body = [f"{_scalar(key)}: {_text(item, inner)}" for key, item in value.items()]
+        return f"{{{inner}{f',{inner}'.join(body)}{line}}}"
+    return _scalar(value)
+
+
+def _is_plain(value: Any) -> bool:
+    items = value.values() if isinstance(value, dict) else value
+    return all(item is None or isinstance(item, int | float) for item in items)
+
+
+def _scalar(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def _without_doubles(pairs: list[tuple[str, Json]]) -> dict[str, Json]:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from atsc.compiler.errors import UsageError
-from atsc.compiler.ir import Graph, TensorType, Weight
-from atsc.compiler.ops import Operand, op_of
+from atsc.compiler.ir import Graph
 from atsc.passes.partition import Unit, UnitKind
 from atsc.passes.placement import Kind, Link, Part, Side, Times, UnitCost
+from atsc.passes.work import Roofline, node_work
 from atsc.targets.target import Target
 
 Progress = Callable[[str, int, int], None]
@@ -169,6 +169,12 @@ class Rates:
     kernel_ns: float
     """Least time of a kernel on the GPU, and of a barrier-free stage on the CPU."""
 
+    def roofline(self, side: Side) -> Roofline:
+        """One side of the machine."""
+        if side is Side.GPU:
+            return Roofline(self.gpu_bytes_per_s, self.gpu_ops_per_s, self.kernel_ns)
+        return Roofline(self.cpu_bytes_per_s, self.cpu_ops_per_s, self.kernel_ns)
+
 
 _BANDWIDTH_SHARE = 0.8
 _THROUGHPUT_SHARE = 0.4
@@ -220,17 +226,12 @@ class RooflineTimer:
 
     def unit_ns(self, unit: int, side: Side, rows: int, position: int) -> int:
         """See Timer."""
-        r = self.rates
-        bandwidth, throughput = (
-            (r.gpu_bytes_per_s, r.gpu_ops_per_s)
-            if side is Side.GPU
-            else (r.cpu_bytes_per_s, r.cpu_ops_per_s)
-        )
-        total = 0.0
-        for index in self.units[unit].nodes:
-            flops, num_bytes = self._work(index, rows, position + rows)
-            total += max(num_bytes / bandwidth, flops / throughput) * 1e9 + r.kernel_ns
-        return round(total)
+        nodes = self.units[unit].nodes
+        work = [
+            node_work(self.graph, index, self.stored_bytes, rows, position + rows)
+            for index in nodes
+        ]
+        return self.rates.roofline(side).time_ns(work)
 
     def transfer_ns(self, num_bytes: int) -> int:
         """See Timer."""
@@ -239,18 +240,3 @@ class RooflineTimer:
     def link(self, to: Side) -> Link:
         """See Timer."""
         return Link(self.rates.hand_off_ns, 1e9 / self.rates.link_bytes_per_s)
-
-    def _work(self, index: int, rows: int, context: int) -> tuple[int, int]:
-        node = self.graph.nodes[index]
-        op = op_of(node)
-        operands = [self._operand(name) for name in node.inputs]
-        cost = op.cost(op.complete(node.attrs), operands, rows, context)
-        matrix = op.slot(node, op.matrix_slot) if op.matrix_slot else ""
-        if node.op != "linear" or matrix not in self.stored_bytes:
-            return cost.flops, cost.bytes_read + cost.bytes_written
-        as_stored = self.stored_bytes[matrix] - self.graph.weights[matrix].num_bytes
-        return cost.flops, cost.bytes_read + cost.bytes_written + as_stored
-
-    def _operand(self, name: str) -> Operand:
-        found: TensorType | Weight | None = self.graph.values.get(name)
-        return found if found is not None else self.graph.weights.get(name)

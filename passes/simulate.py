@@ -1,0 +1,296 @@
+"""A round as discrete events on the CPU, the GPU and the copy engine.
+
+Units run in execution order, each where it is assigned. Where two neighbours run on different
+sides, activations cross first. A host-resident unit that is promoted runs on the GPU, once its copy
+is there; copies go one after the other in execution order, each into the slot that gets free first,
+and start as early as that slot allows (slots are empty when a round begins). While a copy runs, the
+CPU computes at `cpu_share` of its speed, since both read the same memory.
+
+Without promotions a round takes the time that the objective of placement.py gives it; with them,
+what the engine and the slots leave exposed is added. Source: ATSInfer sections 4.2.2 and 4.4.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from atsc.passes.placement import Kind, Link, Part, Side, Times, UnitCost
+
+
+class Track(StrEnum):
+    """What an event occupies; no two events of a track overlap."""
+
+    CPU = "CPU"
+    GPU = "GPU"
+    COPY = "copy engine"
+    HAND_OFF = "hand-off"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One unit's computation, copy or hand-off, in nanoseconds from the round's begin."""
+
+    track: Track
+    unit: int
+    begin_ns: int
+    end_ns: int
+
+    @property
+    def duration_ns(self) -> int:
+        """How long it takes."""
+        return self.end_ns - self.begin_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a round depends on besides its units."""
+
+    to_gpu: Link
+    to_cpu: Link
+    num_slots: int = 0
+    cpu_share: float = 1.0
+    """The CPU's speed while weights are copied, as a share of its speed alone; above 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What happened in a round; events in the order of their units."""
+
+    rows: int
+    events: tuple[Event, ...]
+    exposed_ns: tuple[tuple[int, int], ...]
+    """(unit, how long the GPU waited for its weights), where it did."""
+    copied_bytes: int
+    total_ns: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of the round by its time."""
+        return self.rows / self.total_ns * 1e9 if self.total_ns else math.inf
+
+    @property
+    def wait_ns(self) -> int:
+        """All exposed waits."""
+        return sum(ns for _, ns in self.exposed_ns)
+
+    @property
+    def h2d_bytes_per_s(self) -> float:
+        """Weights copied, averaged over the round."""
+        return self.copied_bytes / self.total_ns * 1e9 if self.total_ns else 0.0
+
+    def on(self, track: Track) -> Iterator[Event]:
+        """A track's events."""
+        return (event for event in self.events if event.track is track)
+
+    def busy_ns(self, track: Track) -> int:
+        """How long a track is in use."""
+        return sum(event.duration_ns for event in self.on(track))
+
+    def busy_share(self, track: Track) -> float:
+        """The same as a share of the round."""
+        return self.busy_ns(track) / self.total_ns if self.total_ns else 0.0
+
+    def busy_over_time(self, track: Track, num_slices: int) -> list[float]:
+        """The share of each of so many equal slices of the round that a track is in use."""
+        busy = [0.0] * num_slices
+        width = self.total_ns / num_slices
+        if not width:
+            return busy
+        for event in self.on(track):
+            first, last = int(event.begin_ns / width), int(event.end_ns / width)
+            for index in range(first, min(last + 1, num_slices)):
+                begin, end = max(event.begin_ns, index * width), (index + 1) * width
+                busy[index] += max(min(event.end_ns, end) - begin, 0.0) / width
+        return busy
+
+
+def simulate_round(
+    units: Sequence[UnitCost],
+    times: Sequence[Times],
+    on_gpu: Sequence[bool],
+    promoted: Iterable[int],
+    machine: Machine,
+    rows: int = 1,
+) -> Round:
+    """Run one round.
+
+    Args:
+        units: in execution order.
+        times: of each unit in a round of `rows` tokens.
+        on_gpu: where each unit lives.
+        promoted: units on the host that are copied to a slot and run on the GPU.
+        machine: links and slots.
+        rows: tokens of the round, whose activations cross.
+    """
+    simulation = _Simulation(units, times, machine, sorted(set(promoted)))
+    assert not simulation.promoted or machine.num_slots > 0, "promotions need slots"
+    assert not any(on_gpu[unit] for unit in simulation.promoted), "residents are not promoted"
+    waiting = set(simulation.promoted)
+    side = None
+    for index in range(len(units)):
+        here = Side.GPU if on_gpu[index] or index in waiting else Side.HOST
+        if side is not None and here is not side:
+            simulation.hand_off(index, here, rows)
+        side = here
+        if here is Side.HOST:
+            simulation.run_on_cpu(index)
+        else:
+            simulation.run_on_gpu(index)
+    return simulation.result(rows)
+
+
+class _Simulation:
+    """The state of a round while it runs."""
+
+    def __init__(
+        self,
+        units: Sequence[UnitCost],
+        times: Sequence[Times],
+        machine: Machine,
+        promoted: Sequence[int],
+    ) -> None:
+        self.promoted = promoted
+        self._units = units
+        self._times = times
+        self._machine = machine
+        self._events: list[Event] = []
+        self._exposed: list[tuple[int, int]] = []
+        self._copies: list[Event] = []
+        self._copied: dict[int, Event] = {}
+        self._past = 0  # copies before this one had ended when the CPU last began
+        self._now_ns = 0
+        for _ in range(machine.num_slots):
+            self._copy_next(0)
+
+    def _copy_next(self, slot_free_ns: int) -> None:
+        """A slot is free: the next copy goes there, once the engine is free too."""
+        if len(self._copies) == len(self.promoted):
+            return
+        unit = self.promoted[len(self._copies)]
+        engine_free_ns = self._copies[-1].end_ns if self._copies else 0
+        begin = max(slot_free_ns, engine_free_ns)
+        copy = Event(Track.COPY, unit, begin, begin + self._times[unit].transfer_ns)
+        self._copies.append(copy)
+        self._copied[unit] = copy
+
+    def hand_off(self, unit: int, to: Side, rows: int) -> None:
+        """A unit's inputs cross."""
+        link = self._machine.to_gpu if to is Side.GPU else self._machine.to_cpu
+        self._occupy(
+            Track.HAND_OFF, unit, round(link.crossing_ns(self._units[unit].input_bytes * rows))
+        )
+
+    def run_on_cpu(self, unit: int) -> None:
+        """Slower while copies run. All copies that may run beside are known: any later one waits
+        for the slot of a unit that comes after this one."""
+        while self._past < len(self._copies) and self._copies[self._past].end_ns <= self._now_ns:
+            self._past += 1
+        beside = self._copies[self._past :] if self._machine.cpu_share != 1 else ()
+        took = stretched_ns(self._now_ns, self._times[unit].cpu_ns, beside, self._machine.cpu_share)
+        self._occupy(Track.CPU, unit, took)
+
+    def run_on_gpu(self, unit: int) -> None:
+        """Where it lives, or after its copy; then its slot is free."""
+        copy = self._copied.get(unit)
+        if copy and copy.end_ns > self._now_ns:
+            self._exposed.append((unit, copy.end_ns - self._now_ns))
+            self._now_ns = copy.end_ns
+        self._occupy(Track.GPU, unit, self._times[unit].gpu_ns)
+        if copy:
+            self._copy_next(self._now_ns)
+
+    def _occupy(self, track: Track, unit: int, duration_ns: int) -> None:
+        begin, self._now_ns = self._now_ns, self._now_ns + duration_ns
+        self._events.append(Event(track, unit, begin, self._now_ns))
+
+    def result(self, rows: int) -> Round:
+        """All of it."""
+        events = sorted([*self._events, *self._copies], key=lambda event: event.unit)
+        copied_bytes = sum(self._units[unit].num_bytes for unit in self.promoted)
+        return Round(rows, tuple(events), tuple(self._exposed), copied_bytes, self._now_ns)
+
+
+def stretched_ns(begin_ns: int, work_ns: int, copies: Iterable[Event], cpu_share: float) -> int:
+    """How long work takes on the CPU that begins now, if it slows down during each copy."""
+    now, left = float(begin_ns), float(work_ns)
+    for copy in copies:
+        alone = max(copy.begin_ns - now, 0.0)
+        if left <= alone:
+            break
+        now, left = now + alone, left - alone
+        beside = max(copy.end_ns - now, 0.0) * cpu_share
+        if left <= beside:
+            return round(now + left / cpu_share - begin_ns)
+        now, left = max(now, copy.end_ns), left - beside
+    return round(now + left - begin_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A rung on a machine: all that decides how its rounds go."""
+
+    units: tuple[UnitCost, ...]
+    on_gpu: tuple[bool, ...]
+    machine: Machine
+    chunk: int
+    """Tokens of a whole prefill round, which the units' prefill times are for."""
+    slot_bytes: int = 0
+    """Of one slot."""
+    stream_from_rows: int = 0
+    promoted: tuple[int, ...] = ()
+    """In rounds too short for streaming."""
+
+    def decode(self) -> Round:
+        """One token."""
+        return self.round_of(1)
+
+    def prefill(self) -> Round:
+        """A whole chunk."""
+        return self.round_of(self.chunk)
+
+    def round_of(self, rows: int) -> Round:
+        """A round of 1 to `chunk` tokens; from `stream_from_rows` on, host weights are streamed."""
+        streams = 0 < self.stream_from_rows <= rows and self.slot_bytes > 0
+        promoted = self.streamed() if streams else self.promoted
+        times = [times_at(unit, rows, self.chunk) for unit in self.units]
+        return simulate_round(self.units, times, self.on_gpu, promoted, self.machine, rows)
+
+    def streamed(self) -> tuple[int, ...]:
+        """Units on the host that a streaming round copies: weights that a slot can hold.
+
+        The head runs for the wanted rows of logits alone, so that it never pays to stream it.
+        """
+        return tuple(
+            index
+            for index, (unit, here) in enumerate(zip(self.units, self.on_gpu, strict=True))
+            if not here
+            and unit.side is not Side.HOST
+            and unit.kind is Kind.WEIGHTS
+            and unit.part is not Part.HEAD
+            and unit.num_bytes <= self.slot_bytes
+        )
+
+    def prompt_ns(self, num_tokens: int) -> int:
+        """A prompt in whole chunks and a rest."""
+        whole, rest = divmod(num_tokens, self.chunk)
+        total = whole * self.prefill().total_ns if whole else 0
+        return total + (self.round_of(rest).total_ns if rest else 0)
+
+
+def times_at(unit: UnitCost, rows: int, chunk: int) -> Times:
+    """A unit's times in a round of some tokens.
+
+    One token takes decode's, a chunk prefill's; in between, a unit reads its weights once, however
+    few the rows, and computes in proportion to them.
+    """
+    if rows in (1, chunk):
+        return unit.decode if rows == 1 else unit.prefill
+    share = rows / chunk
+    return Times(
+        max(unit.decode.cpu_ns, round(unit.prefill.cpu_ns * share)),
+        max(unit.decode.gpu_ns, round(unit.prefill.gpu_ns * share)),
+        unit.prefill.transfer_ns,
+    )
