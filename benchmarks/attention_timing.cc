@@ -47,8 +47,8 @@ float read_all(const void* data, size_t num_bytes) {
   for (size_t i = 0; i + 32 <= num_bytes / 4; i += 32) {
     for (int k = 0; k < 4; ++k) sums[k] = _mm256_add_ps(sums[k], _mm256_loadu_ps(p + i + 8 * k));
   }
-  const __m256 sum = _mm256_add_ps(_mm256_add_ps(sums[0], sums[1]), _mm256_add_ps(sums[2], sums[3]));
-  return _mm256_cvtss_f32(sum);
+  for (int k = 1; k < 4; ++k) sums[0] = _mm256_add_ps(sums[0], sums[k]);
+  return _mm256_cvtss_f32(sums[0]);
 }
 
 }  // namespace
@@ -72,7 +72,9 @@ Timer* new_timer(const CpuKernel* kernel, const Shape* shape) {
   const int64_t total = shape->position + shape->rows;
   const int64_t width = (shape->heads + 2 * shape->kv_heads) * shape->size;
   timer->cache_bytes = 2 * shape->kv_heads * total * shape->size;
-  for (int64_t i = 0; i < 2 * shape->layers; ++i) timer->caches.push_back(zeroed(timer->cache_bytes));
+  for (int64_t i = 0; i < 2 * shape->layers; ++i) {
+    timer->caches.push_back(zeroed(timer->cache_bytes));
+  }
   KernelArgs& args = timer->args;
   args.rows = shape->rows;
   args.position = shape->position;

@@ -10,8 +10,8 @@
 namespace atsc {
 
 // c[kRows][kV vectors] = a[kRows][depth] b[depth][kV vectors], plus factors[kRows] * c if
-// kAccumulate. b and c are aligned to vectors, strides in floats. Each element is one chain of fused
-// multiply-adds in order of depth, whatever kRows is.
+// kAccumulate. b and c are aligned to vectors, strides in floats. Each element is one chain of
+// fused multiply-adds in order of depth, whatever kRows is.
 template <typename L, int kRows, int kV, bool kAccumulate>
 static inline void multiply(const float* a, int64_t a_stride, const float* b, int64_t b_stride,
                             float* c, int64_t c_stride, int64_t depth, const float* factors) {

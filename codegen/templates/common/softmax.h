@@ -12,8 +12,8 @@ namespace atsc {
 
 inline constexpr float kLog2E = 1.44269504f;
 
-// What a query has seen so far: its largest score in units of log2(e), so that weights are powers of
-// two, and the sum of 2^(score - largest).
+// What a query has seen so far: its largest score in units of log2(e), so that weights are powers
+// of two, and the sum of 2^(score - largest).
 struct SoftmaxState {
   float largest = -INFINITY;
   float total = 0.0f;
