@@ -11,7 +11,10 @@ namespace {
 
 static_assert(kNumIsaLevels == ATSC_NUM_ISA_LEVELS);
 
-constexpr int64_t kChunksPerThread = 6;
+// Chunks that a thread gets of a node on average: enough to even out their speeds, few enough that
+// claiming does not show in short nodes (SmolLM2, 2 to 8 threads: 4 beats 6 by up to 15 % in decode,
+// 6 beats 2 by 25 % in prefill).
+constexpr int64_t kChunksOfFewRows = 4, kChunksOfManyRows = 6;
 
 size_t round_up(size_t bytes, size_t multiple) { return (bytes + multiple - 1) / multiple * multiple; }
 
@@ -186,7 +189,9 @@ void Executor::bind(Program& program, const Round& round) {
       step.claimed = step.end;
     } else if (step.claimed == index) {
       step.domain = now.domain;
-      step.grain = std::max<int64_t>(1, now.domain / (pool_.num_threads() * kChunksPerThread));
+      const int64_t each = now.args.rows <= kFewRows ? kChunksOfFewRows : kChunksOfManyRows;
+      const int64_t chunks = each * pool_.num_threads();
+      step.grain = std::max<int64_t>(1, (now.domain + chunks - 1) / chunks);
     }
   }
 }
