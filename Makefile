@@ -20,7 +20,7 @@ $(VENV)/.installed: pyproject.toml
 demo: $(VENV)/.installed
 	$(BIN)/atsc convert "$$($(BIN)/python examples/python/smollm2_gguf.py)" -o $(DEMO)/smollm2/model.onnx
 	$(BIN)/atsc compile $(DEMO)/smollm2 -o $(DEMO)/smollm2.atsplan
-	$(BIN)/atsc run $(DEMO)/smollm2.atsplan -n 64 -p "The capital of France is"
+	$(BIN)/atsc run $(DEMO)/smollm2.atsplan -n 64 --chat -p "Write a short poem about the sea."
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu" tests

@@ -184,12 +184,11 @@ def _rows_of(node: Node) -> str:
 
 
 def _levels(kernels: Mapping[str, Kernel]) -> str:
-    """A pointer a level: the level's own kernel, or that of the level below."""
-    pointers, best = [], ""
-    for level in ISA_LEVELS:
-        if level.name in kernels:
-            best = kernels[level.name].symbol
-        pointers.append(f"&{best}")
+    """A pointer a level; null where a level has no kernel of its own and uses one below."""
+    pointers = (
+        f"&{kernels[level.name].symbol}" if level.name in kernels else "nullptr"
+        for level in ISA_LEVELS
+    )
     return f"{{{', '.join(pointers)}}}"
 
 
