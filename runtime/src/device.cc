@@ -2,19 +2,15 @@
 #include "device.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
-#include <thread>
 
+#include "backoff.h"
 #include "failure.h"
 
 namespace atsc {
 namespace {
 
 constexpr uint32_t kReleased = kMaxFlagValue + 1;  // reaches every value, see has_reached
-constexpr int64_t kSpinNs = 20'000;                // then yield the core between looks
-constexpr int64_t kYieldNs = 5'000'000;            // then sleep between looks
-constexpr std::chrono::microseconds kNap{20};
 constexpr int64_t kPollNs = 1'000'000;             // how often a fault is asked for
 constexpr uint64_t kPage = 4096;
 constexpr uint64_t kControlBytes = 32 << 10;       // holds 3840 stamps
@@ -25,17 +21,6 @@ double mib(uint64_t bytes) { return static_cast<double>(bytes) / (1 << 20); }
 
 // As the device compares: cyclically.
 bool has_reached(uint32_t flag, uint32_t value) { return static_cast<int32_t>(flag - value) >= 0; }
-
-// Waits a little, longer the more time has passed.
-void pause_after(int64_t waited_ns) {
-  if (waited_ns < kSpinNs) {
-    for (int i = 0; i < 16; ++i) __builtin_ia32_pause();
-  } else if (waited_ns < kYieldNs) {
-    std::this_thread::yield();
-  } else {
-    std::this_thread::sleep_for(kNap);
-  }
-}
 
 void check_flag(int flag, uint32_t value) {
   if (flag >= 0 && flag < kNumFlags && value >= 1 && value <= kMaxFlagValue) return;
@@ -385,6 +370,7 @@ std::vector<Device::Piece> Device::pieces_of(const void* memory, uint64_t bytes)
 bool Device::may_be_graph(const CommandList& list) const {
   if (!info_.has_graphs) return false;
   return std::ranges::all_of(list.commands(), [&](const Command& command) {
+    if (command.kind == Command::Kind::kWaitFlag) return info_.has_stream_waits;
     if (command.kind != Command::Kind::kCopyToDevice &&
         command.kind != Command::Kind::kCopyToHost) {
       return true;

@@ -89,7 +89,7 @@ struct DeviceInfo {
   uint64_t total_bytes = 0;
   uint64_t free_bytes = 0;        // when the device was opened, its context already counted out
   bool has_stream_waits = false;  // a stream can wait for a word of memory
-  bool has_graphs = false;        // rounds can be graphs that hold such waits
+  bool has_graphs = false;        // rounds can be graphs; those with waits need both
 };
 
 // What the process holds of the device's memory, in bytes.
@@ -385,7 +385,7 @@ class Device {
   };
   // No copy may cross the border of a pinned range.
   std::vector<Piece> pieces_of(const void* memory, uint64_t bytes) const;
-  bool may_be_graph(const CommandList& list) const;  // all copies are of pinned memory
+  bool may_be_graph(const CommandList& list) const;
 
   // 0: not enough memory.
   virtual DeviceAddress allocate_raw(uint64_t bytes) = 0;
