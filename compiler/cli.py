@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import importlib.metadata
 import os
 import signal
 import sys
@@ -19,6 +18,7 @@ from typing import NoReturn
 from atsc.compiler.commands import bench, check, compile, convert, inspect, run, targets, verify
 from atsc.compiler.commands.console import Console
 from atsc.compiler.errors import AtscError, UsageError
+from atsc.compiler.version import atsc_version
 
 COMMANDS = (compile, run, bench, inspect, verify, check, convert, targets)
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -49,9 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Compile large language models to execution plans, and run them.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--version", action="version", version=f"atsc {importlib.metadata.version('atsc')}"
-    )
+    parser.add_argument("--version", action="version", version=f"atsc {atsc_version()}")
     parsers = parser.add_subparsers(
         dest="command", required=True, metavar="COMMAND", parser_class=Parser
     )

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.metadata
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -15,6 +14,7 @@ from atsc.codegen.build import Generated, build_library, generate
 from atsc.codegen.cuda_tiles import Gpu
 from atsc.codegen.device_build import DeviceCode, generate_device
 from atsc.codegen.device_plan import DeviceRequest, plan_device
+from atsc.codegen.device_section import device_section, unit_costs
 from atsc.codegen.device_tables import DeviceTables
 from atsc.codegen.layout import UNIT_ALIGNMENT, align, value_bytes
 from atsc.codegen.package import PlanFolder, WeightsFile, check_output
@@ -25,12 +25,13 @@ from atsc.compiler.errors import UsageError
 from atsc.compiler.importers.onnx import import_onnx
 from atsc.compiler.ir import Graph, TensorType
 from atsc.compiler.isa import platform_name
+from atsc.compiler.version import atsc_version
 from atsc.passes import partition
 from atsc.passes.allocate import Allocation, RoundLimits, allocate
 from atsc.passes.annotate import Annotation, Load, RooflineTimer, annotate, rates_of
 from atsc.passes.check_allocation import check_allocation
 from atsc.passes.ladder import FixedBytes
-from atsc.passes.limit_context import LimitContext, choose_context
+from atsc.passes.limit_context import LimitContext, cache_capacity, choose_context
 from atsc.passes.optimise import optimise
 from atsc.passes.partition import Schedule, UnitKind, partition_units, schedule_groups
 from atsc.passes.policies import POLICIES
@@ -40,7 +41,6 @@ T = TypeVar("T")
 
 FEW_ROWS = 8
 LOGITS_BYTES = 16 << 20
-CACHE_ALIGNMENT = 64
 LEAST_ISA = "x86-64-v3"
 LIBRARY = "libplan.so"
 STAGES = (
@@ -169,11 +169,11 @@ def _compile(options: CompileOptions, output: Path, stages: _Stages) -> Path:
     allocation = stages.run("allocate", lambda: _allocate(graph, parts.schedule, limits))
     generated = stages.run("generate", lambda: _generate(graph, parts, target, stages))
     built = _Built(options, target, graph, context, parts, limits, allocation, generated)
-    device = None
+    annotation = device = None
     if target.gpu:
         annotation = stages.run("annotate", lambda: _annotate(built, stages))
         device = stages.run("place", lambda: _place(built, annotation))
-    return stages.run("package", lambda: _package(built, device, output, stages))
+    return stages.run("package", lambda: _package(built, annotation, device, output, stages))
 
 
 def _target_of(options: CompileOptions) -> Target:
@@ -269,9 +269,12 @@ class _Built:
         return 4 * self.graph.info.vocab_size * self.limits.logit_rows
 
 
+def _stored_bytes(b: _Built) -> dict[str, int]:
+    return {name: weight.num_bytes for name, weight in b.parts.storage.stored().items()}
+
+
 def _annotate(b: _Built, stages: _Stages) -> Annotation:
-    stored = {name: weight.num_bytes for name, weight in b.parts.storage.stored().items()}
-    timer = RooflineTimer(b.graph, b.parts.units, stored, rates_of(b.target))
+    timer = RooflineTimer(b.graph, b.parts.units, _stored_bytes(b), rates_of(b.target))
     return annotate(
         b.graph,
         b.parts.units,
@@ -292,15 +295,18 @@ def _device_bytes(b: _Built) -> list[int]:
     ]
 
 
-def _place(b: _Built, annotation: Annotation) -> DeviceTables:
-    options = b.options
+def _fixed_bytes(b: _Built) -> FixedBytes:
     shared = sum(u.bytes for u in b.parts.storage.units if u.kind is UnitKind.SHARED)
-    fixed = FixedBytes(
+    return FixedBytes(
         context=b.target.gpu_context_bytes,
         modules=b.code.device.binary_bytes if b.code.device else 0,
         activations=b.allocation.arena_bytes + b.logits_bytes() + shared,
-        headroom=options.headroom_bytes if b.target.gpu == "cuda" else 0,
+        headroom=b.options.headroom_bytes if b.target.gpu == "cuda" else 0,
     )
+
+
+def _place(b: _Built, annotation: Annotation) -> DeviceTables:
+    options, fixed = b.options, _fixed_bytes(b)
     request = DeviceRequest(
         kind=b.target.gpu,
         policy=options.policy or "tensor",
@@ -317,14 +323,19 @@ def _caches(b: _Built) -> list[Cache]:
     found = []
     for node in sorted(b.graph.attention_nodes(), key=lambda node: int(str(node.attrs["layer"]))):
         window = int(str(node.attrs.get("window", 0)))
-        ring = align(window + b.limits.chunk, CACHE_ALIGNMENT)
-        capacity = min(b.context, ring) if window else b.context
+        capacity = cache_capacity(b.context, window, b.limits.chunk)
         kv_heads, size = (int(str(node.attrs[key])) for key in ("kv_heads", "head_size"))
         found.append(Cache(kv_heads, size, window, capacity))
     return found
 
 
-def _package(b: _Built, device: DeviceTables | None, output: Path, stages: _Stages) -> Path:
+def _package(
+    b: _Built,
+    annotation: Annotation | None,
+    device: DeviceTables | None,
+    output: Path,
+    stages: _Stages,
+) -> Path:
     info, storage, caches = b.graph.info, b.parts.storage, _caches(b)
     with PlanFolder(output) as folder:
         weights = folder.write_weights(storage.units, info.source_files, stages.progress)
@@ -355,11 +366,12 @@ def _package(b: _Built, device: DeviceTables | None, output: Path, stages: _Stag
         for module, path in b.code.device.modules if b.code.device else ():
             folder.add_file(module.file, path)
         folder.add_companions(info.companion_files)
-        return folder.commit(_manifest(b, device, plan_id, weights, caches))
+        return folder.commit(_manifest(b, annotation, device, plan_id, weights, caches))
 
 
 def _manifest(
     b: _Built,
+    annotation: Annotation | None,
     device: DeviceTables | None,
     plan_id: str,
     weights: WeightsFile,
@@ -367,10 +379,13 @@ def _manifest(
 ) -> plan.Manifest:
     info, options = b.graph.info, b.options
     kv_bytes = sum(cache.num_bytes for cache in caches)
-    on_device = device.rungs[-1][1] if device else [False] * len(b.parts.units)
+    section = None
+    if device and annotation:
+        fixed, load = _fixed_bytes(b), Load(b.context, b.limits.chunk)
+        section = device_section(device, annotation, fixed, b.target, load, options.prompt_share)
     return plan.Manifest(
         plan_id=plan_id,
-        atsc_version=importlib.metadata.version("atsc"),
+        atsc_version=atsc_version(),
         platform=platform_name(),
         isa=LEAST_ISA,
         library=LIBRARY,
@@ -398,24 +413,44 @@ def _manifest(
             + b.allocation.private_arena_bytes * (options.threads or 1),
             logits_bytes=b.logits_bytes(),
         ),
-        units=tuple(
-            plan.Unit(
-                name=unit.name,
-                nodes=unit.nodes,
-                format=_format_of(unit),
-                bytes=unit.bytes,
-                offset=unit.offset,
-                residency="vram" if here else "ram",
-                crc32=crc32,
-            )
-            for unit, crc32, here in zip(
-                b.parts.storage.units, weights.unit_crc32s, on_device, strict=True
-            )
-        ),
+        units=tuple(_units(b, annotation, device, weights, caches)),
         files={},
         target=plan_target(b.target),
         weights_key=weights.key,
+        device=section,
     )
+
+
+def _units(
+    b: _Built,
+    annotation: Annotation | None,
+    device: DeviceTables | None,
+    weights: WeightsFile,
+    caches: list[Cache],
+) -> Iterator[plan.Unit]:
+    units = b.parts.storage.units
+    costs = unit_costs(
+        b.graph,
+        b.parts.units,
+        _stored_bytes(b),
+        _device_bytes(b),
+        caches,
+        b.options.sessions,
+        Load(b.context, b.limits.chunk),
+        annotation,
+    )
+    on_device = device.rungs[-1][1] if device else [False] * len(units)
+    for unit, crc32, here, cost in zip(units, weights.unit_crc32s, on_device, costs, strict=True):
+        yield plan.Unit(
+            name=unit.name,
+            nodes=unit.nodes,
+            format=_format_of(unit),
+            bytes=unit.bytes,
+            offset=unit.offset,
+            residency="vram" if here else "ram",
+            crc32=crc32,
+            cost=cost,
+        )
 
 
 def plan_target(target: Target) -> dict[str, Any]:

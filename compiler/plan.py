@@ -105,12 +105,6 @@ class Cache:
     """Of all sessions."""
     window: int
     """Tokens that attention looks back; 0: all."""
-    ring: int
-    """Most tokens that are kept; 0: the whole context."""
-
-    def capacity(self, context: int) -> int:
-        """Tokens that the cache holds at a context length."""
-        return min(context, self.ring) if self.ring else context
 
 
 @dataclass(frozen=True, slots=True)

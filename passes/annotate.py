@@ -55,6 +55,15 @@ class Load:
     context: int
     chunk: int
 
+    @property
+    def rows(self) -> int:
+        """Tokens of a whole prefill round."""
+        return min(self.chunk, self.context)
+
+    def position(self, rows: int) -> int:
+        """Tokens before a round after which the context is half full, if its rows allow that."""
+        return max(self.context // 2 - rows, 0)
+
 
 def annotate(
     graph: Graph,
@@ -84,7 +93,7 @@ def annotate(
         transfer_ns = timer.transfer_ns(num_bytes[index])
 
         def times(rows: int, index: int = index, transfer_ns: int = transfer_ns) -> Times:
-            position = max(load.context // 2 - rows, 0)
+            position = load.position(rows)
             on_cpu, on_gpu = (
                 timer.unit_ns(index, side, rows, position) for side in (Side.HOST, Side.GPU)
             )
@@ -98,8 +107,8 @@ def annotate(
                 layer=layers[index],
                 num_bytes=num_bytes[index],
                 decode=times(1),
-                prefill=times(min(load.chunk, load.context)),
-                input_bytes=_input_bytes(graph, unit),
+                prefill=times(prefill_rows(parts[index], load)),
+                input_bytes=input_bytes(graph, unit),
             )
         )
         indices.append(index)
@@ -148,7 +157,12 @@ def locate(graph: Graph, units: Sequence[Unit]) -> tuple[list[int | None], list[
     return layers, parts
 
 
-def _input_bytes(graph: Graph, unit: Unit) -> int:
+def prefill_rows(part: Part, load: Load) -> int:
+    """Rows that a part computes in a prefill round: the head makes the last token's logits."""
+    return 1 if part is Part.HEAD else load.rows
+
+
+def input_bytes(graph: Graph, unit: Unit) -> int:
     """Bytes a token of the values that a unit reads and does not make."""
     made = {name for index in unit.nodes for name in graph.nodes[index].outputs}
     read = {name for index in unit.nodes for name in graph.nodes[index].inputs if name}

@@ -13,6 +13,7 @@ from atsc.compiler.ir import ArraySource, Graph, Weight
 from atsc.compiler.ops import op_of
 
 DEFAULT_CONTEXT = 4096
+CACHE_ALIGNMENT = 64
 _POSITION_SLOTS = ("cos", "sin")
 
 
@@ -34,6 +35,12 @@ def choose_context(graph: Graph, wanted: int | None) -> int:
     if wanted > limit:
         raise UsageError(f"--ctx {wanted}: {graph.info.name} has positions for {limit} tokens only")
     return wanted
+
+
+def cache_capacity(context: int, window: int, chunk: int) -> int:
+    """Tokens that a KV cache holds: of an attention window, a ring of the window and one chunk."""
+    ring = -(-(window + chunk) // CACHE_ALIGNMENT) * CACHE_ALIGNMENT
+    return min(context, ring) if window else context
 
 
 @dataclass(frozen=True, slots=True)
