@@ -2,8 +2,8 @@
 // turning every code into a float takes, and so at the speed of the memory.
 //
 // Of each block of 32 activations, x / factor is rounded to an integer of 24 bits, which is written
-// in three signed digits of base 256; each digit's products are exact (linear_q8.h). So x is exact to
-// 2^-24 of the largest of its block. Infinities and NaN give NaN.
+// in three signed digits of base 256; each digit's products are exact (linear_q8.h). So x is exact
+// to 2^-24 of the largest of its block. Infinities and NaN give NaN.
 #pragma once
 
 #include "linear_q8.h"

@@ -1,11 +1,11 @@
-// Linear layers with float activations: float weights, and int4 or int8 at accuracy level 1. AVX2 or,
-// where the translation unit is compiled for it, AVX-512.
+// Linear layers with float activations: float weights, and int4 or int8 at accuracy level 1. AVX2
+// or, where the translation unit is compiled for it, AVX-512.
 //
-// One row: int4 by linear_digits.h; other codes become floats in registers. A code is masked where it
-// stands in its word, as code * 256^p, so that no shift is needed; the sums of the four places p are
-// scaled back once a slab. More rows: weights of 16 outputs become a panel of floats [k][16] in the
-// L1 cache, which an FMA kernel of up to 6 rows x 16 outputs reads. Sums go on in float within 256 K
-// at most, then panels are added.
+// One row: int4 by linear_digits.h; other codes become floats in registers. A code is masked where
+// it stands in its word, as code * 256^p, so that no shift is needed; the sums of the four places p
+// are scaled back once a slab. More rows: weights of 16 outputs become a panel of floats [k][16] in
+// the L1 cache, which an FMA kernel of up to 6 rows x 16 outputs (AVX-512: 12) reads. Sums go on in
+// float within 256 K at most, then panels are added.
 #pragma once
 
 #include "linear.h"

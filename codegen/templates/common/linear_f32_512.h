@@ -1,5 +1,5 @@
-// The FMA kernel of linear_f32.h in AVX-512: a panel's 16 outputs are one register, and up to 12 rows
-// share each load of it.
+// The FMA kernel of linear_f32.h in AVX-512: a panel's 16 outputs are one register, and up to 12
+// rows share each load of it.
 #pragma once
 
 #include <immintrin.h>
