@@ -2,8 +2,8 @@
 
 Linear layers have the shapes of Qwen3-14B. Weights are random and rotate through more memory than
 the L2 cache holds; launches are replayed from a CUDA graph, so that no launch cost is in the times;
-a figure is the median of the replays. `share` compares with a copy on the device, counting bytes
-read and written, measured in the same run.
+a figure is the median of the replays. GB/s counts the weight's bytes alone, Top/s two operations a
+product.
 """
 
 from __future__ import annotations
@@ -163,17 +163,6 @@ def seconds_of(replayed: Callable[[int], None], num_launches: int) -> float:
     return statistics.median(times) / num_launches
 
 
-def copy_rate() -> float:
-    """Bytes a second that a copy within the device reads and writes together."""
-    size = 1 << 30
-    source, target = Buffer(size).fill(1), Buffer(size)
-
-    def copy(stream: int) -> None:
-        call("cuMemcpyDtoDAsync", target.pointer, source.pointer, size, stream)
-
-    return 2 * size / seconds_of(copy, 1)
-
-
 @dataclasses.dataclass
 class Operands:
     """A layer's operands on the device: several weights, one x, one y."""
@@ -296,14 +285,11 @@ def main() -> int:
         print(f"gpu_kernels: {missing}", file=sys.stderr)
         return 1
     with device() as gpu:
-        rate = copy_rate()
-        print(
-            f"sm_{gpu.sm}, {gpu.num_sms} multiprocessors, copy {rate * 1e-9:.0f} GB/s", flush=True
-        )
+        print(f"sm_{gpu.sm}, {gpu.num_sms} multiprocessors", flush=True)
         failures = test_all(gpu, options.every, options.ops) if options.only != "time" else []
         rows = time_all(gpu, options.sweep, options.case) if options.only != "test" else []
     if options.json:
-        options.json.write_text(json.dumps({"copy_bytes_per_s": rate, "rows": rows}, indent=1))
+        options.json.write_text(json.dumps({"sm": gpu.sm, "rows": rows}, indent=1))
     print("\n".join([f"{len(failures)} failures", *failures[:40]]))
     return 1 if failures else 0
 

@@ -76,7 +76,7 @@ class CudaKernel:
         Raises:
             CodegenError: the template's launch lines are incomplete.
         """
-        return _launch_in(self.source(), template_path(self.template, self.level))
+        return launch_in(self.source(), template_path(self.template, self.level))
 
 
 def template_path(stem: str, level: int) -> str:
@@ -147,7 +147,8 @@ def evaluate(expression: str, values: Mapping[str, int]) -> int:
     return int(eval("".join(tokens).replace("/", "//"), {"__builtins__": {}}, dict(values)))
 
 
-def _launch_in(source: str, path: str) -> Launch:
+def launch_in(source: str, path: str) -> Launch:
+    """The launch lines of a rendered template; `path` is for messages."""
     lines = dict(_LAUNCH_LINE.findall(source))
     missing = {"block", "shared", "grid", "scratch"} - lines.keys()
     if missing:

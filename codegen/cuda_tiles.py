@@ -1,9 +1,9 @@
 """Tile sizes and variants of the CUDA kernels: everything that templates leave to decide.
 
-GEMV: a block holds 32 outputs (8 of float weights) and its warps share out K. As many warps as the
-GPU holds at once for all blocks together make one wave of equal shares, with no tail; a warp takes
-at least one full load. GEMM: 128 x 64 outputs a block, three blocks a multiprocessor, were 15 to
-50 % faster than 128 x 128 on an H200; float activations, which each block converts, want 128 x 128.
+GEMV: a block holds 32 outputs (8 of float weights) and its warps share out K. They are as many as
+make one wave of all blocks, with no tail; a warp takes at least one full load. GEMM: 128 x 64
+outputs a block, three blocks a multiprocessor, were 15 to 50 % faster than 128 x 128 on an H200;
+float activations, which each block converts, want 128 x 128.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 from atsc.codegen.layout import Q8_BLOCK, TILE_ROWS
 
-WARPS_OF_SM = 32
-"""Resident warps of one multiprocessor with 64 registers a thread."""
+WARPS_OF_SM = 18
+"""Warps of a GEMV that a multiprocessor should hold; on an H200 more made every shape slower."""
 SHARED_BYTES = {75: 64 << 10, 80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}
 """Most shared memory of one block; others have what sm_89 has."""
 
@@ -50,6 +50,10 @@ def tile_of(stem: str, params: Params, gpu: Gpu) -> Tile:
     return choose(params, gpu) if choose else {}
 
 
+def _most_shared(gpu: Gpu) -> int:
+    return SHARED_BYTES.get(gpu.sm, SHARED_BYTES[89])
+
+
 def _warps(num_blocks: int, steps: int, most: int, gpu: Gpu) -> int:
     """Warps of a block, a power of two: one wave of all blocks, at least one step for a warp."""
     warps = 4
@@ -60,9 +64,9 @@ def _warps(num_blocks: int, steps: int, most: int, gpu: Gpu) -> int:
 
 def _gemv_blocks(params: Params, gpu: Gpu) -> Tile:
     matrix, quantized = params["matrix"], params["kind"]["x"] == "q8"
-    unroll, stages = 4 if quantized and matrix["format"] == "int4" else 2, 3
+    unroll, stages = (4, 2) if quantized and matrix["format"] == "int4" else (2, 3)
     most = 16
-    while _gemv_bytes(params, most, unroll, stages) > SHARED_BYTES.get(gpu.sm, SHARED_BYTES[89]):
+    while _gemv_bytes(params, most, unroll, stages) > _most_shared(gpu):
         most //= 2
     steps = -(-matrix["k"] // (Q8_BLOCK * unroll))
     warps = _warps(-(-matrix["n"] // 32), steps, most, gpu)
@@ -99,8 +103,10 @@ def _gemm_blocks(params: Params, gpu: Gpu) -> Tile:
     if params["kind"]["x"] != "q8":
         # Each block cuts its rows into digits: the wider, the less often.
         return gemm_blocks_tile(params, columns=128, slabs=1, stages=3)
-    slabs = 2 if -(-matrix["k"] // Q8_BLOCK) % 2 == 0 else 1
-    return gemm_blocks_tile(params, columns=64, slabs=slabs, stages=4)
+    slabs, stages = 2 if -(-matrix["k"] // Q8_BLOCK) % 2 == 0 else 1, 4
+    while stages * gemm_blocks_tile(params, 64, slabs, stages)["stage_bytes"] > _most_shared(gpu):
+        stages -= 1
+    return gemm_blocks_tile(params, 64, slabs, stages)
 
 
 def gemm_blocks_tile(params: Params, columns: int, slabs: int, stages: int) -> Tile:
@@ -124,20 +130,21 @@ def _weight_bytes(matrix: Mapping[str, Any], slabs: int, tiles: int) -> int:
     slots = max(1, slabs * Q8_BLOCK // matrix["block"])
     scales = TILE_ROWS * {"f16": 2, "f32": 4}[matrix["scale"]]
     zeros = {"none": 4, "u8": 8, "f16": 16, "f32": 32}[matrix["zeros"]]
-    return -(-tiles * (codes + slots * (scales + zeros)) // 16) * 16
+    num_bytes: int = tiles * (codes + slots * (scales + zeros))
+    return -(-num_bytes // 16) * 16
 
 
 def _norm(params: Params, gpu: Gpu) -> Tile:
-    width = params["width"]["x"]
-    of_thread = -(-width // 1024)
-    return {"threads": -(-width // (32 * of_thread)) * 32}
+    fours = -(-params["width"]["x"] // 4)
+    of_thread = -(-fours // 768)
+    return {"threads": -(-fours // (32 * of_thread)) * 32}
 
 
 def _attention_decode(params: Params, gpu: Gpu) -> Tile:
-    """One wave of blocks for rounds of one row; registers allow eight warps an SM."""
+    """One wave of blocks; registers allow eight warps a multiprocessor."""
     warps = 8 if params["attrs"]["head_size"] <= 128 else 4
-    splits = gpu.num_sms * (8 // warps) // params["attrs"]["kv_heads"]
-    return {"warps": warps, "splits": min(max(splits, 1), 32)}
+    blocks = gpu.num_sms * (8 // warps) // params["attrs"]["kv_heads"]
+    return {"warps": warps, "blocks": max(blocks, 1)}
 
 
 def _attention_prefill(params: Params, gpu: Gpu) -> Tile:

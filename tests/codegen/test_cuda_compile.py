@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
+import re
 from collections.abc import Iterator
 
 import pytest
 from kernel_runner import num_rows, type_of
 
-from atsc.codegen.cuda import SM_LEVELS, CudaKernel, evaluate, kernel_of, translation_units
-from atsc.codegen.cuda_tiles import Gpu
+from atsc.codegen.cuda import (
+    SM_LEVELS,
+    CudaKernel,
+    evaluate,
+    kernel_of,
+    launch_in,
+    translation_units,
+)
+from atsc.codegen.cuda_tiles import SHARED_BYTES, Gpu
 from atsc.codegen.layout import is_tiled_by, store
 from atsc.codegen.nvrtc import CudaUnit, compile_cuda, find_cuda_compiler
 from atsc.compiler.errors import CodegenError
@@ -41,40 +49,55 @@ def kernel_of_sample(op: OpDef, sample: Sample, gpu: Gpu) -> CudaKernel | None:
     return kernel_of(op, sample.attrs, operands, [True] * len(op.outputs), few, gpu)
 
 
-def kernels(gpu: Gpu) -> Iterator[CudaKernel]:
-    """Of each template the kernels of a few samples, spread over all of them."""
-    found: dict[str, dict[str, CudaKernel]] = {}
-    for op in all_ops().values():
-        for sample in op.samples():
-            if kernel := kernel_of_sample(op, sample, gpu):
-                found.setdefault(kernel.template, {})[kernel.symbol] = kernel
-    for of_template in found.values():
-        distinct = list(of_template.values())
-        yield from distinct[:: max(1, len(distinct) // 3)]
+@functools.cache
+def all_kernels(sm: int) -> list[CudaKernel]:
+    """The kernels of all samples, each once."""
+    gpu = Gpu(sm, 30)
+    found = (kernel_of_sample(op, x, gpu) for op in all_ops().values() for x in op.samples())
+    return list({kernel.symbol: kernel for kernel in found if kernel}.values())
+
+
+def some_kernels(sm: int) -> Iterator[CudaKernel]:
+    """One kernel of each template; another one for every compute capability."""
+    of_template: dict[str, list[CudaKernel]] = {}
+    for kernel in all_kernels(sm):
+        of_template.setdefault(kernel.template, []).append(kernel)
+    for found in of_template.values():
+        yield found[SM_LEVELS.index(sm) * len(found) // len(SM_LEVELS)]
 
 
 @pytest.mark.parametrize("sm", SM_LEVELS)
 def test_templates_compile(sm: int) -> None:
-    units = translation_units(kernels(Gpu(sm, 30)), sm)
-    assert {unit.name for unit in units} >= {"quantize"}
+    units = translation_units(some_kernels(sm), sm)
+    assert {unit.name for unit in units} >= {"quantize", "linear_gemv_blocks", "linear_gemm_blocks"}
     for unit, path in zip(units, compile_cuda(units), strict=True):
         assert path.read_bytes()[:4] == b"\x7fELF", unit.name
 
 
 def test_ptx_serves_later_gpus() -> None:
-    unit = next(unit for unit in translation_units(kernels(Gpu(120, 30)), 120, ptx=True))
-    (path,) = compile_cuda([unit])
+    units = translation_units(some_kernels(120), 120, ptx=True)
+    (path,) = compile_cuda([unit for unit in units if unit.name == "quantize"])
     assert path.suffix == ".ptx"
     assert b".target sm_120" in path.read_bytes()
 
 
-def test_launches_are_whole_for_all_rows() -> None:
-    for kernel, rows in itertools.product(kernels(Gpu(90, 132)), (1, 8, 9, 512)):
+@pytest.mark.parametrize("sm", SM_LEVELS)
+def test_launches_suit_the_gpu(sm: int) -> None:
+    for kernel in all_kernels(sm):
         launch = kernel.launch()
-        sizes = {"rows": rows, "kv_capacity": 64, "num_sms": 132}
         assert launch.block % 32 == 0 and 32 <= launch.block <= 1024, kernel.symbol
-        assert all(count > 0 for count in launch.grid_of(**sizes)), kernel.symbol
-        assert launch.scratch_of(**sizes) >= 0
+        assert launch.shared_bytes <= SHARED_BYTES.get(sm, SHARED_BYTES[89]), kernel.symbol
+        for rows in (1, 8, 9, 512):
+            sizes = {"rows": rows, "kv_capacity": 64, "num_sms": 30}
+            assert all(count > 0 for count in launch.grid_of(**sizes)), kernel.symbol
+            assert launch.scratch_of(**sizes) >= 0
+
+
+def test_a_launch_line_cannot_be_missing() -> None:
+    kernel = all_kernels(90)[0]
+    source = re.sub(r"//@ scratch.*", "", kernel.source())
+    with pytest.raises(CodegenError, match="no launch line //@ scratch"):
+        launch_in(source, "cuda/some.cu.j2")
 
 
 def test_an_error_names_template_and_line() -> None:

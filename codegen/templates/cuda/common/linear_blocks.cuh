@@ -53,13 +53,6 @@ constexpr int scales_of(int slabs) {
   return slabs * kSlab < Layer::kBlock ? 1 : slabs * kSlab / Layer::kBlock;
 }
 
-// (word & 0xf0f0f0f0) ^ 0x80808080 in one operation, which takes the masks from registers.
-__device__ inline u32 high_nibbles(u32 word) {
-  u32 codes;
-  asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(codes) : "r"(word), "r"(0xf0f0f0f0u), "r"(0x80808080u));
-  return codes;
-}
-
 // B fragments of a word of int4 codes, as 16 (code - 8).
 __device__ inline u32 low_codes(u32 word) { return high_nibbles(word << 4); }
 __device__ inline u32 high_codes(u32 word) { return high_nibbles(word); }

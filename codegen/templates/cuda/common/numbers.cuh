@@ -1,23 +1,9 @@
 // Halves, and other numbers as they are stored, without CUDA's headers.
 #pragma once
 
+#include "ptx.cuh"
+
 namespace atsc {
-
-using u8 = unsigned char;
-using u16 = unsigned short;
-using u32 = unsigned int;
-
-__device__ inline float from_f16(u16 half) {
-  float value;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));
-  return value;
-}
-
-__device__ inline u16 to_f16(float value) {
-  u16 half;
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(value));
-  return half;
-}
 
 __device__ inline float from_bf16(u16 bits) { return __uint_as_float(static_cast<u32>(bits) << 16); }
 
@@ -65,15 +51,6 @@ __device__ inline void load_numbers(const void* p, float (&values)[kCount]) {
       values[i] = static_cast<float>(words[i / 4] >> (i % 4 * 8) & 255u);
     }
   }
-}
-
-// 16 bytes that are read once: past the L1 cache.
-__device__ inline uint4 load_once(const void* p) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p));
-  return v;
 }
 
 }  // namespace atsc
