@@ -15,12 +15,22 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
 
-from atsc.compiler.commands import bench, check, compile, convert, inspect, run, targets, verify
+from atsc.compiler.commands import (
+    bench,
+    check,
+    compile,
+    convert,
+    inspect,
+    run,
+    simulate,
+    targets,
+    verify,
+)
 from atsc.compiler.commands.console import Console
 from atsc.compiler.errors import AtscError, UsageError
 from atsc.compiler.version import atsc_version
 
-COMMANDS = (compile, run, bench, inspect, verify, check, convert, targets)
+COMMANDS = (compile, run, bench, inspect, simulate, verify, check, convert, targets)
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 _EXTRAS = {

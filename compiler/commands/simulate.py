@@ -1,0 +1,303 @@
+"""`atsc simulate`: how fast a plan would be, on its machine or on another, by any policy.
+
+A discrete-event simulation of one decode step and one prefill chunk, from the times in the plan; of
+another target, from the work in the plan and the target's rates. Nothing is run or measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from atsc.compiler.commands.console import (
+    Console,
+    at_least,
+    between,
+    existing,
+    format_size,
+    parse_size,
+    table,
+)
+from atsc.compiler.errors import BudgetError, PlanError, UsageError
+
+if TYPE_CHECKING:
+    from atsc.compiler.plan import Manifest
+    from atsc.passes.ladder import FixedBytes
+    from atsc.passes.retarget import PlanCosts
+    from atsc.passes.simulate import Round, Scenario
+
+POLICY_NAMES = ("tensor", "layer", "ffn", "expert", "gpu", "cpu", "stream")
+DEFAULT_HEADROOM = 256 << 20
+NUM_SLICES = 20
+
+
+def add(parsers: Any) -> argparse.ArgumentParser:
+    """Declare the flags."""
+    parser: argparse.ArgumentParser = parsers.add_parser(
+        "simulate", help="predict speed", description=__doc__, allow_abbrev=False
+    )
+    whole = at_least(1)
+    parser.add_argument("plan", type=Path, metavar="PLAN")
+    parser.add_argument("--target", metavar="NAME|FILE", help="another machine than the plan's")
+    parser.add_argument("--policy", choices=POLICY_NAMES, help="another placement than the plan's")
+    parser.add_argument("--compare", action="store_true", help="all policies, in one table")
+    parser.add_argument("--vram", type=parse_size, metavar="SIZE", help="other than planned, as 6G")
+    parser.add_argument("--ctx", type=whole, metavar="TOKENS", help="another longest context")
+    parser.add_argument(
+        "--depth", type=at_least(0), metavar="TOKENS", help="in the context (half of it)"
+    )
+    parser.add_argument("--prompt", type=whole, metavar="TOKENS", help="to read (one chunk)")
+    parser.add_argument(
+        "--prompt-share", type=between(0, 1), metavar="SHARE", help="other than the plan's"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    return parser
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is simulated, besides the policy."""
+
+    manifest: Manifest
+    machine: str
+    costs: PlanCosts
+    fixed: FixedBytes
+    vram_bytes: int
+    prompt_tokens: int
+    prompt_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """One policy's rounds."""
+
+    policy: str
+    vram_bytes: int
+    """What the process holds of it."""
+    scenario: Scenario
+    decode: Round
+    prefill: Round
+    prompt_ns: int
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Do it."""
+    from atsc.compiler import plan
+
+    manifest = plan.load(existing(args.plan, "plan folder", PlanError))
+    setting = _setting(args, manifest)
+    document: dict[str, Any] = {
+        "plan": str(args.plan),
+        "model": manifest.model.name,
+        "machine": setting.machine,
+        "vram_bytes": setting.vram_bytes,
+        "prompt_tokens": setting.prompt_tokens,
+    }
+    head = f"{args.plan}: {manifest.model.name} on {setting.machine}, simulated"
+    if args.compare:
+        found = [(name, _try(setting, name)) for name in POLICY_NAMES]
+        document["policies"] = [
+            _document(each) if not isinstance(each, str) else {"policy": name, "error": each}
+            for name, each in found
+        ]
+        console.result(document, f"{head}, {format_size(setting.vram_bytes)}\n\n{_compared(found)}")
+        return 0
+    changes = (args.target, args.policy, args.ctx, args.prompt_share)
+    is_own = manifest.device and all(change is None for change in changes)
+    if is_own:
+        prediction = _own(setting)
+    else:
+        planned = manifest.options.policy if manifest.device else "tensor"
+        prediction = _placed(setting, args.policy or planned)
+    document.update(_document(prediction))
+    console.result(document, f"{head}\n\n{_text(prediction, setting)}")
+    return 0
+
+
+def _setting(args: argparse.Namespace, manifest: Manifest) -> Setting:
+    from atsc.passes.annotate import rates_of
+    from atsc.passes.ladder import FixedBytes
+    from atsc.passes.retarget import costs_of, cpu_share_of
+    from atsc.targets.target import resolve
+
+    context = args.ctx or manifest.options.ctx
+    if context < manifest.options.chunk:
+        raise UsageError(
+            f"--ctx {args.ctx}: the plan reads chunks of {manifest.options.chunk} tokens; give at "
+            "least that"
+        )
+    depth = args.depth
+    if depth is not None and depth >= context:
+        raise UsageError(f"--depth {depth}: the context is {context} tokens; give fewer")
+    device, memory = manifest.device, manifest.memory
+    activations = device.activations_bytes if device else memory.arena_bytes + memory.logits_bytes
+    modules = device.modules_bytes if device else 0
+    headroom = device.headroom_bytes if device else DEFAULT_HEADROOM
+    share = args.prompt_share
+    if share is None:
+        share = device.prompt_share if device else 0.0
+    prompt = args.prompt or min(manifest.options.chunk, context)
+    if not args.target:
+        costs = costs_of(manifest, context=args.ctx, depth=depth)
+        assert device is not None, "costs_of refuses plans for a CPU"
+        fixed = FixedBytes(device.context_bytes, modules, activations, headroom)
+        vram = args.vram or device.budget_bytes
+        return Setting(manifest, device.model, costs, fixed, vram, prompt, share)
+    target = resolve(args.target)
+    costs = costs_of(
+        manifest,
+        rates_of(target),
+        cpu_share=cpu_share_of(target.ram_read_bytes_per_s, target.ram_read_shared_bytes_per_s),
+        context=args.ctx,
+        depth=depth,
+    )
+    fixed = FixedBytes(target.gpu_context_bytes, modules, activations, headroom)
+    vram = args.vram or target.vram_bytes
+    return Setting(manifest, target.name, costs, fixed, vram, prompt, share)
+
+
+def _own(setting: Setting) -> Prediction:
+    """The plan's rung for the VRAM: what loading it would take."""
+    from atsc.passes.retarget import scenario_of_rung
+
+    device = setting.manifest.device
+    assert device is not None
+    fitting = [n for n, r in enumerate(device.rungs) if r.required_bytes <= setting.vram_bytes]
+    if not fitting:
+        raise BudgetError(
+            f"--vram {format_size(setting.vram_bytes)}: the plan's least placement takes "
+            f"{format_size(device.rungs[0].required_bytes)}; give at least that"
+        )
+    scenario = scenario_of_rung(setting.manifest, setting.costs, fitting[-1])
+    policy, needed = setting.manifest.options.policy, device.rungs[fitting[-1]].required_bytes
+    return _predict(setting, policy, needed, scenario)
+
+
+def _try(setting: Setting, policy: str) -> Prediction | str:
+    try:
+        return _placed(setting, policy)
+    except BudgetError as error:
+        return str(error)
+
+
+def _placed(setting: Setting, policy: str) -> Prediction:
+    """A placement made for this machine and this VRAM."""
+    from atsc.codegen.device_plan import NUM_SLOTS, all_resident, slot_bytes, stream_from_rows
+    from atsc.passes.policies import POLICIES
+
+    costs, fixed = setting.costs, setting.fixed
+    objective = costs.objective(setting.prompt_share)
+    slots = 0 if policy in ("stream", "cpu") else slot_bytes(costs.units)
+    if fixed.total + slots > setting.vram_bytes:
+        slots = 0
+    whole = all_resident(costs.units, objective, fixed, setting.vram_bytes)
+    if whole and policy in ("tensor", "gpu"):
+        placement, slots = whole.placement, 0
+    else:
+        budget = setting.vram_bytes - fixed.total - slots
+        placement = POLICIES[policy](costs.units, objective, budget)
+    slots = placement.slot_bytes or slots
+    scenario = costs.scenario(
+        placement.on_gpu,
+        slots,
+        NUM_SLOTS,
+        stream_from_rows(costs.units, costs.chunk),
+        placement.streamed,
+    )
+    needed = fixed.total + slots + placement.resident_bytes if policy != "cpu" else 0
+    return _predict(setting, policy, needed, scenario)
+
+
+def _predict(setting: Setting, policy: str, vram_bytes: int, scenario: Scenario) -> Prediction:
+    prompt_ns = scenario.prompt_ns(setting.prompt_tokens)
+    rows = min(setting.prompt_tokens, scenario.chunk)
+    return Prediction(
+        policy, vram_bytes, scenario, scenario.decode(), scenario.round_of(rows), prompt_ns
+    )
+
+
+def _document(prediction: Prediction) -> dict[str, Any]:
+    on_gpu = sum(prediction.scenario.on_gpu)
+    return {
+        "policy": prediction.policy,
+        "needed_bytes": prediction.vram_bytes,
+        "units_in_vram": on_gpu,
+        "units_on_host": len(prediction.scenario.units) - on_gpu,
+        "prompt_ns": prediction.prompt_ns,
+        "decode": describe_round(prediction.decode),
+        "prefill": describe_round(prediction.prefill),
+    }
+
+
+def describe_round(found: Round) -> dict[str, Any]:
+    """A round's figures, as JSON has them; shares of the round, rates in bytes a second."""
+    from atsc.passes.simulate import Track
+
+    copied_per_ns = found.copied_bytes / max(found.busy_ns(Track.COPY), 1)
+    copying = found.busy_over_time(Track.COPY, NUM_SLICES)
+    return {
+        "rows": found.rows,
+        "round_ns": found.total_ns,
+        "tokens_per_s": found.tokens_per_s,
+        "cpu_busy": found.busy_share(Track.CPU),
+        "gpu_busy": found.busy_share(Track.GPU),
+        "copy_busy": found.busy_share(Track.COPY),
+        "num_hand_offs": sum(1 for _ in found.on(Track.HAND_OFF)),
+        "hand_off_ns": found.busy_ns(Track.HAND_OFF),
+        "wait_ns": found.wait_ns,
+        "copied_bytes": found.copied_bytes,
+        "h2d_bytes_per_s": found.h2d_bytes_per_s,
+        "h2d_bytes_per_s_over_time": [share * copied_per_ns * 1e9 for share in copying],
+        "gpu_busy_over_time": found.busy_over_time(Track.GPU, NUM_SLICES),
+    }
+
+
+def _text(prediction: Prediction, setting: Setting) -> str:
+    rows = [["", "tok/s", "round", "CPU busy", "GPU busy", "H2D", "hand-offs", "waits"]]
+    prompt_rate = setting.prompt_tokens / max(prediction.prompt_ns, 1) * 1e9
+    rounds = [
+        ("decode", prediction.decode.tokens_per_s, prediction.decode),
+        (f"prefill {setting.prompt_tokens}", prompt_rate, prediction.prefill),
+    ]
+    for name, rate, found in rounds:
+        shown = describe_round(found)
+        rows.append(
+            [
+                name,
+                f"{rate:.1f}",
+                f"{found.total_ns / 1e6:.2f} ms",
+                f"{shown['cpu_busy']:.0%}",
+                f"{shown['gpu_busy']:.0%}",
+                f"{found.h2d_bytes_per_s / 1e9:.1f} GB/s",
+                f"{shown['num_hand_offs']}: {shown['hand_off_ns'] / 1e3:.0f} us",
+                f"{found.wait_ns / 1e3:.0f} us",
+            ]
+        )
+    on_gpu = sum(prediction.scenario.on_gpu)
+    return (
+        f"policy {prediction.policy}: {on_gpu} of {len(prediction.scenario.units)} units in VRAM, "
+        f"{format_size(prediction.vram_bytes)} of {format_size(setting.vram_bytes)} taken\n\n"
+        f"{table(rows, right=range(1, 8))}"
+    )
+
+
+def _compared(found: list[tuple[str, Prediction | str]]) -> str:
+    """Decode and prefill of all policies, and how they compare with whole layers."""
+    rows = [["policy", "VRAM", "decode", "x layer", "GPU busy", "prefill", "x layer", "GPU busy"]]
+    layer = next((p for name, p in found if name == "layer" and not isinstance(p, str)), None)
+    for name, each in found:
+        if isinstance(each, str):
+            rows.append([name, "does not fit", *[""] * 6])
+            continue
+        cells = [name, format_size(each.vram_bytes)]
+        for mine, theirs in (
+            (each.decode, layer.decode if layer else None),
+            (each.prefill, layer.prefill if layer else None),
+        ):
+            shown = describe_round(mine)
+            ratio = f"{theirs.total_ns / max(mine.total_ns, 1):.2f}" if theirs else ""
+            cells += [f"{mine.tokens_per_s:.1f} tok/s", ratio, f"{shown['gpu_busy']:.0%}"]
+        rows.append(cells)
+    return table(rows, right=range(1, 8))
