@@ -17,7 +17,6 @@ enum Result : int {
   kSuccess = 0,
   kOutOfMemory = 2,
   kNoDevice = 100,
-  kNoBinary = 209,
   kJitCompilerNotFound = 221,
   kUnsupportedPtxVersion = 222,
   kNotFound = 500,

@@ -7,6 +7,7 @@
 #include <map>
 #include <thread>
 
+#include "cuda_driver.h"
 #include "fixture.h"
 
 namespace atsc::testing {
@@ -483,6 +484,29 @@ void test_misuse_device_pointer(const Options& options, int) {
   fixture.device->check_host_args("layers.0.mlp", args);
 }
 
+// Which of a plan's binaries a GPU loads, and what is said when there is none.
+void test_modules(const Options&, int) {
+  const std::vector<ModuleEntry> modules = {
+      {"a86", 0, 86, false}, {"a80", 0, 80, false}, {"a80p", 0, 80, true}, {"b75p", 1, 75, true},
+      {"c90", 2, 90, false}};
+  const auto choice = [&](int index, int sm) {
+    return std::string(choose_module(modules, index, sm).file);
+  };
+  EXPECT(choice(0, 80) == "a80" && choice(0, 86) == "a86" && choice(0, 89) == "a86");
+  EXPECT(choice(0, 90) == "a80p" && choice(0, 120) == "a80p" && choice(1, 80) == "b75p");
+  const auto refusal = [&](int index, int sm) {
+    return failure_of([&] { choose_module(modules, index, sm); });
+  };
+  EXPECT(contains(refusal(0, 75), "is for compute capability 86, 80, 80 (PTX), this GPU has 75"));
+  EXPECT(contains(refusal(2, 120), "is for compute capability 90, this GPU has 120"));
+  EXPECT(contains(refusal(3, 120), "none"));
+  EXPECT(cuda::cuda_version_for_ptx("//\n.version 7.8\n.target") == 11080);
+  EXPECT(cuda::cuda_version_for_ptx(".version 8.5\n") == 12050);
+  EXPECT(cuda::cuda_version_for_ptx(".version 8.7\n") == 12080);
+  EXPECT(cuda::cuda_version_for_ptx(".version 9.0\n") == 13000);
+  EXPECT(cuda::cuda_version_for_ptx("") == 0);
+}
+
 using Test = void (*)(const Options&, int);
 
 const std::map<std::string, Test>& tests() {
@@ -500,6 +524,7 @@ const std::map<std::string, Test>& tests() {
       {"fault", test_fault},
       {"speeds", test_speeds},
       {"clock", test_clock},
+      {"modules", test_modules},
       {"misuse_host_pointer", test_misuse_host_pointer},
       {"misuse_freed", test_misuse_freed},
       {"misuse_past_end", test_misuse_past_end},
@@ -515,10 +540,7 @@ int run(int argc, char** argv) {
   }
   Options options;
   options.cuda = std::string(argv[1]) == "cuda";
-  if (argc > 5) {
-    options.modules = argv[4];
-    options.sm = std::atoi(argv[5]);
-  }
+  if (argc > 5) read_modules(options, argv[4], argv[5]);
   tests().at(argv[2])(options, std::atoi(argv[3]));
   std::printf("fine\n");
   return 0;

@@ -54,17 +54,25 @@ struct Options {
   bool cuda = false;
   std::string modules;  // folder of handoff.bin and kernels.bin
   int sm = 0;           // that they are for
+  bool is_ptx = false;
   VirtualOptions of_virtual = {};
   uint64_t budget_bytes = 64 << 20;
 };
+
+// From the arguments `MODULES SM`; SM ends in "ptx" where the modules are PTX.
+inline void read_modules(Options& options, const char* folder, const std::string& sm) {
+  options.modules = folder;
+  options.sm = std::atoi(sm.c_str());
+  options.is_ptx = sm.find("ptx") != std::string::npos;
+}
 
 class Fixture {
  public:
   explicit Fixture(const Options& options) {
     if (options.cuda) {
       device = open_cuda_device({0, 0});
-      const ModuleEntry modules[] = {{"handoff.bin", 0, options.sm, false},
-                                     {"kernels.bin", 1, options.sm, false}};
+      const ModuleEntry modules[] = {{"handoff.bin", 0, options.sm, options.is_ptx},
+                                     {"kernels.bin", 1, options.sm, options.is_ptx}};
       device->load_modules(modules, [&](const char* file) {
         std::ifstream stream(options.modules + "/" + file, std::ios::binary);
         return std::string(std::istreambuf_iterator<char>(stream), {});
