@@ -27,6 +27,7 @@ from kernel_runner import (
     reference,
     type_of,
 )
+from long_samples import LONG_SAMPLES
 from test_kernels import differences
 
 from atsc.codegen.cpu import MATRIX_POINTERS
@@ -263,7 +264,8 @@ def run_cuda(prepared: PreparedCuda, function: Any, gpu: Gpu) -> tuple[Any, ...]
 
 def failures_of(op: OpDef, gpu: Gpu, every: int = 1) -> list[str]:
     """What is wrong, a line a sample, of every so many samples of an operator."""
-    prepared = [p for sample in list(op.samples())[::every] if (p := prepare_cuda(op, sample, gpu))]
+    samples = [*op.samples(), *LONG_SAMPLES.get(op.name, tuple)()]
+    prepared = [p for sample in samples[::every] if (p := prepare_cuda(op, sample, gpu))]
     functions = functions_of((p.kernel for p in prepared), gpu)
     failures = []
     for index, case in enumerate(prepared):
