@@ -85,6 +85,27 @@ def plan_device(
     )
 
 
+def profiling_tables(
+    kind: str, headroom_bytes: int, code: DeviceCode | None, num_units: int
+) -> DeviceTables:
+    """The tables of a plan that is only opened to be timed: kernels, but no placement."""
+    nothing = [Times(0, 0)] * num_units
+    return DeviceTables(
+        kind=kind,
+        budget_bytes=0,
+        headroom_bytes=headroom_bytes,
+        hand_off_ns=0,
+        link_bytes_per_s=0.0,
+        stream_from_rows=0,
+        kernels=code.kernels if code else (),
+        modules=[module for module, _ in code.modules] if code else (),
+        decode=nothing,
+        prefill=nothing,
+        num_slots=0,
+        rungs=(),
+    )
+
+
 def slot_bytes(costs: Sequence[UnitCost]) -> int:
     """Of all slots: each holds the largest unit that a prefill chunk streams.
 

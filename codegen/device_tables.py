@@ -62,7 +62,8 @@ def device_declarations(device: DeviceTables | None) -> list[str]:
     for number, (_, on_device, _) in enumerate(device.rungs):
         bits = ", ".join(str(int(here)) for here in on_device)
         lines.append(f"constexpr uint8_t kOnDevice{number}[] = {{{bits}}};")
-    lines += ["constexpr RungEntry kRungs[] = {", *_rungs(device), "};"]
+    none = ["    {0, 0, 0, 0, nullptr, 0, 0},"]
+    lines += ["constexpr RungEntry kRungs[] = {", *(_rungs(device) or none), "};"]
     return lines
 
 

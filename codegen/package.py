@@ -126,8 +126,9 @@ class PlanFolder:
         units: Sequence[StoredUnit],
         source_files: Iterable[str | Path] = (),
         progress: plan.Progress | None = None,
+        other: Path | None = None,
     ) -> WeightsFile:
-        """Write weights.bin unit by unit, or link the one of the plan that is being replaced.
+        """Write weights.bin unit by unit, or link that of the plan that is replaced or of another.
 
         It is linked if it was made from the same units of the same, unchanged source files (path,
         size, time of change) and its checksums prove that it is undamaged.
@@ -136,10 +137,13 @@ class PlanFolder:
             units: what goes where; the file ends with the last one.
             source_files: the model's files; without any, nothing is linked.
             progress: told how many bytes are done.
+            other: a plan that may have the same weights.
         """
         key = _weights_key(units, [Path(file) for file in source_files])
-        linked = self._link_weights(key, progress) if key else None
-        return linked or self._stream_weights(units, key, progress)
+        for source in (other, self.output) if key else ():
+            if source and (linked := self._link_weights(source, key, progress)):
+                return linked
+        return self._stream_weights(units, key, progress)
 
     def add_file(self, name: str, content: bytes | Path) -> None:
         """Write or copy one more file; `name` is relative, with `/`."""
@@ -177,15 +181,17 @@ class PlanFolder:
             _flush_one(self.output.parent)
         return self.output
 
-    def _link_weights(self, key: str, progress: plan.Progress | None) -> WeightsFile | None:
-        """The old plan's weights.bin, if it is what would be written."""
+    def _link_weights(
+        self, source: Path, key: str, progress: plan.Progress | None
+    ) -> WeightsFile | None:
+        """Another plan's weights.bin, if it is what would be written."""
         try:
-            old = plan.load(self.output)
+            old = plan.load(source)
             if old.weights_key != key or old.weights != WEIGHTS:
                 return None
-            plan.check_content(old, self.output)
-            plan.check_weights(old, self.output, progress)
-            os.link(self.output / WEIGHTS, self.path / WEIGHTS)
+            plan.check_content(old, source)
+            plan.check_weights(old, source, progress)
+            os.link(source / WEIGHTS, self.path / WEIGHTS)
         except (PlanError, OSError):
             return None
         self._files[WEIGHTS] = file = old.files[WEIGHTS]

@@ -46,6 +46,8 @@ class Annotation:
     indices: tuple[int, ...]
     to_gpu: Link
     to_cpu: Link
+    fixed_device_bytes: int | None = None
+    """What the process holds of the GPU whatever is resident, where it was measured."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,130 @@
+"""Times of units measured on this machine, with the very kernels that the plan will contain.
+
+A plan without placements is written beside the one to come and opened by the loader; its runtime
+times one unit at a time, weights cold, on either side. Units with equal kernels and
+sizes (the layers of a model) are timed once. What was found is kept in the cache folder under a
+hash of the machine, the kernels and the question. Source: DESIGN section 3, annotate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from atsc.codegen.device_plan import profiling_tables
+from atsc.codegen.toolchain import cache_dir
+from atsc.compiler.compilation import Compilation
+from atsc.compiler.write_plan import write_compiled
+from atsc.passes.annotate import Progress
+from atsc.passes.placement import Link, Side
+
+if TYPE_CHECKING:
+    from atsc.runtime.loader import Plan
+
+
+@dataclass(slots=True)
+class MeasuredTimer:
+    """The Timer of `annotate` that asks the hardware; remembers its answers."""
+
+    plan: Plan
+    signatures: tuple[str, ...]
+    """Of each unit: equal where kernels and sizes are."""
+    answers: dict[str, Any] = field(default_factory=dict)
+
+    def unit_ns(self, unit: int, side: Side, rows: int, position: int) -> int:
+        """See Timer."""
+        key = f"{self.signatures[unit]} {side.value} {rows} {position}"
+        if key not in self.answers:
+            on_device = side is Side.GPU
+            self.answers[key] = self.plan.profile_unit(unit, on_device, rows, position)
+        return int(self.answers[key])
+
+    def transfer_ns(self, num_bytes: int) -> int:
+        """See Timer."""
+        return round(num_bytes / self._link()["to_device_beside_cpu_bytes_per_s"] * 1e9)
+
+    def link(self, to: Side) -> Link:
+        """See Timer."""
+        direction = "device" if to is Side.GPU else "host"
+        found = self._link()
+        rate = found[f"to_{direction}_bytes_per_s"]
+        return Link(found[f"hand_off_to_{direction}_ns"], 1e9 / rate)
+
+    def fixed_device_bytes(self) -> int:
+        """What the process holds of the GPU whatever lives there."""
+        return int(self._link()["fixed_device_bytes"])
+
+    def _link(self) -> dict[str, float]:
+        if "link" not in self.answers:
+            self.answers["link"] = self.plan.profile_link()
+        found: dict[str, float] = self.answers["link"]
+        return found
+
+
+@contextlib.contextmanager
+def measuring(b: Compilation, profile: Path, progress: Progress | None) -> Iterator[MeasuredTimer]:
+    """A timer for a compilation whose target is this machine; keeps what it found.
+
+    Args:
+        b: what is to be timed.
+        profile: where the plan that is timed is written, on a disk with room for the weights.
+        progress: told how far the weights are written.
+
+    Raises:
+        DeviceError: the GPU cannot be used.
+    """
+    from atsc.runtime import loader
+
+    kept = cache_dir() / "profiles" / f"{_identity(b)}.json"
+    tables = profiling_tables(
+        b.target.gpu, b.options.headroom_bytes, b.code.device, len(b.parts.units)
+    )
+    write_compiled(b, None, tables, profile, progress)
+    with loader.load(profile, threads=b.options.threads) as plan:
+        timer = MeasuredTimer(plan, _signatures(b), _read(kept))
+        yield timer
+        _write(kept, timer.answers)
+
+
+def _signatures(b: Compilation) -> tuple[str, ...]:
+    """Kernels of a unit's nodes and its size: what its time depends on."""
+    found = []
+    for unit, stored in zip(b.parts.units, b.parts.storage.units, strict=True):
+        symbols = [
+            kernel.symbol
+            for index in unit.nodes
+            for level in (b.code.cpu.of_nodes[index].few_rows, b.code.cpu.of_nodes[index].many_rows)
+            for kernel in level.values()
+        ]
+        text = json.dumps([unit.kind.value, stored.bytes, symbols])
+        found.append(hashlib.sha256(text.encode()).hexdigest()[:16])
+    return tuple(found)
+
+
+def _identity(b: Compilation) -> str:
+    """A hash of the machine and of the code that is timed."""
+    modules = [path.name for _, path in b.code.device.modules] if b.code.device else []
+    facts = [dataclasses.asdict(b.target), b.code.cpu.identity(), modules, b.options.threads]
+    return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:32]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found
+
+
+def _write(path: Path, answers: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f"{path.name}.{os.getpid()}")
+    fresh.write_text(json.dumps(answers, indent=1), "utf-8")
+    os.replace(fresh, path)
