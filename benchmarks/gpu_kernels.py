@@ -59,7 +59,7 @@ SHAPES = {
     "head": (151936, 5120),
 }
 INT4, INT4Z, INT8 = BlockFormat(4, 32, False), BlockFormat(4, 32, True), BlockFormat(8, 32, False)
-SHOWN = ("warps", "unroll", "columns", "slabs", "stages")
+SHOWN = ("warps", "unroll", "rows", "columns", "slabs", "stages")
 ROTATED_BYTES = 400 << 20
 RELAXED = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 
@@ -241,9 +241,8 @@ def sizes_of(case: Case, sweep: bool) -> Iterator[Sizes]:
         for unroll, stages in ((2, 3), (4, 2), (4, 3), (4, 4)):
             yield from ((warps, unroll, stages) for warps in (4, 8, 16))
     else:
-        for columns in (64, 128):
-            for slabs, stages in ((1, 4), (2, 3), (2, 4)):
-                yield columns, slabs, stages
+        for rows, columns in ((64, 64), (128, 64), (128, 128)):
+            yield from ((rows, columns, slabs, stages) for slabs, stages in ((2, 3), (2, 4)))
 
 
 def time_all(gpu: Gpu, sweep: bool, wanted: str) -> list[dict[str, Any]]:

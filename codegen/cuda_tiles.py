@@ -3,7 +3,8 @@
 GEMV: a block holds 32 outputs (8 of float weights) and its warps share out K. They are as many as
 make one wave of all blocks, with no tail; a warp takes at least one full load. GEMM: 128 x 64
 outputs a block, three blocks a multiprocessor, were 15 to 50 % faster than 128 x 128 on an H200;
-float activations, which each block converts, want 128 x 128.
+float activations, which each block converts, want 128 x 128. Where so few blocks leave
+multiprocessors idle, 64 x 64, each warp with half the rows.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from atsc.codegen.layout import Q8_BLOCK, TILE_ROWS
 
 WARPS_OF_SM = 18
 """Warps of a GEMV that a multiprocessor should hold; on an H200 more made every shape slower."""
+CHUNK = 512
+"""Rows of a usual prefill chunk."""
 SHARED_BYTES = {75: 64 << 10, 80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}
 """Most shared memory of one block; others have what sm_89 has."""
 
@@ -102,21 +105,24 @@ def _gemm_blocks(params: Params, gpu: Gpu) -> Tile:
     matrix = params["matrix"]
     if params["kind"]["x"] != "q8":
         # Each block cuts its rows into digits: the wider, the less often.
-        return gemm_blocks_tile(params, columns=128, slabs=1, stages=3)
-    slabs, stages = 2 if -(-matrix["k"] // Q8_BLOCK) % 2 == 0 else 1, 4
-    while stages * gemm_blocks_tile(params, 64, slabs, stages)["stage_bytes"] > _most_shared(gpu):
-        stages -= 1
-    return gemm_blocks_tile(params, 64, slabs, stages)
+        return gemm_blocks_tile(params, rows=128, columns=128, slabs=1, stages=3)
+    num_blocks = CHUNK // 128 * -(-matrix["n"] // 64)
+    rows = 128 if num_blocks >= gpu.num_sms else 64
+    slabs = 2 if -(-matrix["k"] // Q8_BLOCK) % 2 == 0 else 1
+    stage_bytes = gemm_blocks_tile(params, rows, 64, slabs, 1)["stage_bytes"]
+    return gemm_blocks_tile(params, rows, 64, slabs, min(4, _most_shared(gpu) // stage_bytes))
 
 
-def gemm_blocks_tile(params: Params, columns: int, slabs: int, stages: int) -> Tile:
+def gemm_blocks_tile(params: Params, rows: int, columns: int, slabs: int, stages: int) -> Tile:
     """All sizes of a linear_gemm_blocks kernel, from those that can be chosen."""
     terms = 1 if params["kind"]["x"] == "q8" else 3
-    of_rows = 128 * slabs * (Q8_BLOCK * terms + 8)
+    warp_rows = rows // 2
+    of_rows = rows * slabs * (Q8_BLOCK * terms + 8)
     return {
-        "rows": 128,
+        "rows": rows,
         "columns": columns,
-        "threads": columns * 2,
+        "warp_rows": warp_rows,
+        "threads": rows // warp_rows * columns,
         "slabs": slabs,
         "stages": stages,
         "stage_bytes": of_rows + _weight_bytes(params["matrix"], slabs, columns // TILE_ROWS),
