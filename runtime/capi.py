@@ -54,6 +54,20 @@ class Message(_Sized):
     _fields_ = (("struct_size", ctypes.c_size_t), ("text", ctypes.c_char * MESSAGE_BYTES))
 
 
+class VirtualDevice(_Sized):
+    """atsc_virtual_device."""
+
+    _fields_ = (
+        ("struct_size", ctypes.c_size_t),
+        ("occupied_bytes", ctypes.c_uint64),
+        ("context_bytes", ctypes.c_uint64),
+        ("limits_pinning", ctypes.c_int32),
+        ("pinnable_bytes", ctypes.c_uint64),
+        ("no_graphs", ctypes.c_int32),
+        ("link_bytes_per_s", ctypes.c_double),
+    )
+
+
 class PlanOptions(_Sized):
     """atsc_plan_options."""
 
@@ -65,6 +79,13 @@ class PlanOptions(_Sized):
         ("verify", ctypes.c_int32),
         ("max_sessions", ctypes.c_int32),
         ("isa", ctypes.c_char_p),
+        ("vram_bytes", ctypes.c_uint64),
+        ("no_device", ctypes.c_int32),
+        ("device_ordinal", ctypes.c_int32),
+        ("strict", ctypes.c_int32),
+        ("num_units", ctypes.c_int32),
+        ("on_device", ctypes.c_char_p),
+        ("virtual_device", ctypes.POINTER(VirtualDevice)),
     )
 
 
@@ -87,6 +108,41 @@ class PlanInfo(_Sized):
         ("isa", ctypes.c_char_p),
         ("weights_bytes", ctypes.c_uint64),
         ("cache_bytes", ctypes.c_uint64),
+        ("num_units", ctypes.c_int32),
+        ("num_placements", ctypes.c_int32),
+        ("placement", ctypes.c_int32),
+        ("predicted_device_bytes", ctypes.c_uint64),
+        ("device_bytes", ctypes.c_uint64),
+        ("device_name", ctypes.c_char_p),
+        ("notice", ctypes.c_char_p),
+    )
+
+
+class UnitProfile(_Sized):
+    """atsc_unit_profile."""
+
+    _fields_ = (
+        ("struct_size", ctypes.c_size_t),
+        ("unit", ctypes.c_int32),
+        ("on_device", ctypes.c_int32),
+        ("rows", ctypes.c_int64),
+        ("position", ctypes.c_int64),
+        ("ns", ctypes.c_int64),
+    )
+
+
+class LinkProfile(_Sized):
+    """atsc_link_profile."""
+
+    _fields_ = (
+        ("struct_size", ctypes.c_size_t),
+        ("to_device_bytes_per_s", ctypes.c_double),
+        ("to_host_bytes_per_s", ctypes.c_double),
+        ("hand_off_to_device_ns", ctypes.c_double),
+        ("hand_off_to_host_ns", ctypes.c_double),
+        ("to_device_beside_cpu_bytes_per_s", ctypes.c_double),
+        ("cpu_slowdown", ctypes.c_double),
+        ("fixed_device_bytes", ctypes.c_uint64),
     )
 
 
@@ -150,6 +206,9 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "session_cancel": (Handle,),
     "session_save": (Handle, ctypes.c_char_p),
     "session_restore": (Handle, ctypes.c_char_p),
+    "plan_profile_unit": (Handle, ctypes.POINTER(UnitProfile)),
+    "plan_profile_link": (Handle, ctypes.POINTER(LinkProfile)),
+    "plan_script_device": (Handle, ctypes.c_char_p, ctypes.c_double),
 }
 
 

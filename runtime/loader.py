@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import threading
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -48,17 +50,30 @@ def load(
     mmap: bool = True,
     expected_sha256: str | None = None,
     sessions: int | None = None,
+    strict: bool = False,
+    device: bool | int = True,
+    on_device: Sequence[bool] | None = None,
+    virtual_device: capi.VirtualDevice | None = None,
 ) -> Plan:
     """Check a plan folder and open it. This runs native code from the folder.
 
     Args:
         path: the plan folder.
         threads: CPU threads; None takes one for each physical core that this process may use.
-        vram: bytes of VRAM to use; only plans compiled for a GPU take it.
+        vram: all that the plan may hold of the GPU's memory, in bytes or as "6G" (GiB; 6GB = 6e9);
+            None takes what the plan was compiled for.
         verify: compare every unit of the weights with its checksum (reads all of them).
         mmap: map the weights; False reads them into memory, which always verifies them.
         expected_sha256: the hash that plan.json must have.
         sessions: sessions that may exist at once; None takes what the plan was compiled for.
+        strict: fail where less of the GPU than planned is to be had, instead of warning.
+        device: False runs everything on the CPU; a number chooses among several GPUs.
+        on_device: for each unit of the plan whether it lives on the GPU, instead of the plan's own
+            placement.
+        virtual_device: how the virtual device behaves, for plans compiled for it.
+
+    Warns:
+        RuntimeWarning: less of the GPU than planned is in use; says why.
 
     Raises:
         PlanError: the plan is damaged, incomplete, or made for something else.
@@ -67,7 +82,7 @@ def load(
     """
     directory = Path(path)
     manifest = manifests.check(directory, expected_sha256=expected_sha256)
-    if vram is not None:
+    if vram is not None and not manifest.target.get("gpu"):
         raise UsageError(f"vram: {directory} is a plan for the CPU alone; leave vram out")
     for name, number in (("threads", threads), ("sessions", sessions)):
         if number is not None and number < 1:
@@ -78,8 +93,34 @@ def load(
         weights_mode=capi.WEIGHTS_MAP if mmap else capi.WEIGHTS_READ,
         verify=verify,
         max_sessions=sessions or manifest.options.sessions,
+        vram_bytes=_vram_bytes(vram),
+        no_device=device is False,
+        device_ordinal=int(device) if device is not True else 0,
+        strict=strict,
+        num_units=len(on_device) if on_device is not None else 0,
+        on_device=bytes(map(int, on_device)) if on_device is not None else None,
+        virtual_device=ctypes.pointer(virtual_device) if virtual_device is not None else None,
     )
-    return Plan(directory, manifest, options)
+    plan = Plan(directory, manifest, options)
+    if plan.notice:
+        warnings.warn(plan.notice, RuntimeWarning, stacklevel=2)
+    return plan
+
+
+def _vram_bytes(vram: int | str | None) -> int:
+    """Bytes of a size; 0 for None."""
+    if vram is None:
+        return 0
+    if isinstance(vram, str):
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(i?B|)", vram.strip(), re.IGNORECASE)
+        if found is None:
+            raise UsageError(f"vram is {vram!r}: expected a size, as 6G, 6GB or 800M")
+        number, prefix, suffix = found.groups()
+        base = 1000 if suffix.upper() == "B" and prefix else 1024
+        vram = int(float(number) * base ** " KMGT".index(prefix.upper() or " "))
+    if vram < 1:
+        raise UsageError(f"vram is {vram}: expected at least 1 byte")
+    return vram
 
 
 class Plan:
@@ -118,6 +159,54 @@ class Plan:
         """Level of the kernels in use."""
         self.cache_bytes: int = info.cache_bytes
         """KV caches of one session at the full context."""
+        self.device_name: str | None = (info.device_name or b"").decode("utf-8", "replace") or None
+        """The GPU in use; None: everything runs on the CPU."""
+        self.num_units: int = info.num_units
+        self.num_placements: int = info.num_placements
+        self.placement: int | None = info.placement if info.placement >= 0 else None
+        """Which of the plan's placements is in use, from the one that needs least memory."""
+        self.predicted_device_bytes: int = info.predicted_device_bytes
+        """GPU memory that the placement needs, head-room included."""
+        self.notice: str = info.notice.decode("utf-8", "replace")
+        """One line where less of the GPU than planned is in use, else empty."""
+
+    @property
+    def device_bytes(self) -> int:
+        """GPU memory that the plan holds now."""
+        info = capi.PlanInfo()
+        self.call("plan_get_info", self._handle, ctypes.byref(info))
+        return int(info.device_bytes)
+
+    def profile_unit(self, unit: int, on_device: bool, rows: int, position: int) -> int:
+        """Nanoseconds of a unit's nodes on one side, with cold weights.
+
+        Args:
+            unit: index of the plan's unit.
+            on_device: there, else on the CPU.
+            rows: tokens of the round.
+            position: tokens before it.
+
+        Raises:
+            UsageError: no such unit or round, or the plan uses its device already.
+        """
+        profile = capi.UnitProfile(unit=unit, on_device=on_device, rows=rows, position=position)
+        self.call("plan_profile_unit", self._handle, ctypes.byref(profile))
+        return int(profile.ns)
+
+    def profile_link(self) -> dict[str, float]:
+        """Rates and latencies between CPU and GPU: the fields of atsc_link_profile.
+
+        Raises:
+            UsageError: the plan has no device, or uses it already.
+        """
+        profile = capi.LinkProfile()
+        self.call("plan_profile_link", self._handle, ctypes.byref(profile))
+        names = (name for name, *_ in profile._fields_ if name != "struct_size")
+        return {name: getattr(profile, name) for name in names}
+
+    def script_device(self, what: str, value: float = 0) -> None:
+        """Change how the virtual device behaves (atsc_api.plan_script_device); any thread."""
+        self.call("plan_script_device", self._handle, what.encode(), float(value))
 
     def call(self, function: str, *arguments: Any) -> None:
         """Call a function of the C interface by name (include/atsc.h)."""

@@ -62,7 +62,27 @@ typedef struct atsc_plan_options {
   int32_t verify;           /* not 0: compare checksums of mapped weights too */
   int32_t max_sessions;     /* sessions that may exist at once; 0: one */
   const char* isa;          /* kernels of this level at most (see plan_info); NULL: the best */
+
+  /* Of plans that were compiled for a GPU; others ignore them. */
+  uint64_t vram_bytes;      /* of GPU memory, all that the plan may hold; 0: as compiled */
+  int32_t no_device;        /* not 0: run on the CPU alone */
+  int32_t device_ordinal;   /* of several GPUs */
+  int32_t strict;           /* not 0: fail where less than planned is to be had (see notice) */
+  int32_t num_units;        /* entries of on_device; 0: the plan's own placement */
+  const uint8_t* on_device; /* a byte for each of the plan's units: not 0 if it shall live on the GPU */
+  const struct atsc_virtual_device* virtual_device; /* how the virtual device behaves; NULL: well */
 } atsc_plan_options;
+
+/* The device of plans compiled with --target virtual: host memory that plays a GPU, for tests. */
+typedef struct atsc_virtual_device {
+  size_t struct_size;
+  uint64_t occupied_bytes;  /* of its memory, by others */
+  uint64_t context_bytes;   /* by its driver */
+  int32_t limits_pinning;   /* not 0: the system pins at most pinnable_bytes */
+  uint64_t pinnable_bytes;
+  int32_t no_graphs;        /* not 0: rounds are launches */
+  double link_bytes_per_s;  /* each direction; 0: as fast as memory */
+} atsc_virtual_device;
 
 typedef struct atsc_plan_info {
   size_t struct_size;
@@ -80,7 +100,36 @@ typedef struct atsc_plan_info {
   const char* isa;        /* level of the kernels in use */
   uint64_t weights_bytes;
   uint64_t cache_bytes;   /* of one session at the full context */
+  int32_t num_units;      /* units of the plan, that is what placement decides over */
+  int32_t num_placements; /* that the plan holds, for less and for more GPU memory */
+  int32_t placement;      /* which of them is in use, from 0; -1: none, everything on the CPU */
+  uint64_t predicted_device_bytes; /* GPU memory that it needs, head-room included */
+  uint64_t device_bytes;           /* GPU memory that the plan holds now */
+  const char* device_name;         /* NULL: no device is in use */
+  const char* notice;     /* one line where less than planned was to be had, and what to do; or "" */
 } atsc_plan_info;
+
+/* Time of one unit's nodes, with cold weights. */
+typedef struct atsc_unit_profile {
+  size_t struct_size;
+  int32_t unit;        /* index of the plan's unit */
+  int32_t on_device;   /* not 0: there; 0: on the CPU */
+  int64_t rows;        /* tokens of the round */
+  int64_t position;    /* tokens before it */
+  int64_t ns;          /* found: the median of several runs */
+} atsc_unit_profile;
+
+/* The way between CPU and GPU, as rounds use it; all found. */
+typedef struct atsc_link_profile {
+  size_t struct_size;
+  double to_device_bytes_per_s; /* from pinned memory */
+  double to_host_bytes_per_s;
+  double hand_off_to_device_ns; /* latency of activations that cross in a decode round */
+  double hand_off_to_host_ns;
+  double to_device_beside_cpu_bytes_per_s; /* while the CPU computes */
+  double cpu_slowdown;          /* its time beside such copies to its time alone */
+  uint64_t fixed_device_bytes;  /* what the plan holds of the GPU whatever lives there */
+} atsc_link_profile;
 
 enum { ATSC_LOGITS_LAST = 0, ATSC_LOGITS_NONE = 1, ATSC_LOGITS_ALL = 2, ATSC_LOGITS_ROWS = 3 };
 
@@ -171,6 +220,18 @@ typedef struct atsc_api {
   atsc_status (*session_save)(atsc_session* session, const char* path, atsc_message* message);
   /* Replace the session's state by a saved one of the same plan. */
   atsc_status (*session_restore)(atsc_session* session, const char* path, atsc_message* message);
+
+  /* Measure this machine with the plan's own kernels, while no round runs; for the compiler. */
+  atsc_status (*plan_profile_unit)(atsc_plan* plan, atsc_unit_profile* profile,
+                                   atsc_message* message);
+  atsc_status (*plan_profile_link)(atsc_plan* plan, atsc_link_profile* profile,
+                                   atsc_message* message);
+
+  /* Change how the virtual device behaves, also while rounds run: `what` is "link" (bytes/s each
+   * way), "slowdown" (factor of all kernels), "kernel NAME" (least ns of kernels whose names begin
+   * so) or "fault NAME" (the next such launch fails). Any thread. */
+  atsc_status (*plan_script_device)(atsc_plan* plan, const char* what, double value,
+                                    atsc_message* message);
 } atsc_api;
 
 /* The table of a version, or NULL if this library does not know it. */

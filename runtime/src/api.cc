@@ -6,10 +6,16 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <string>
+#include <vector>
 
 #include "executor.h"
 #include "failure.h"
+#include "hybrid_executor.h"
 #include "isa.h"
+#include "profiler.h"
+#include "residency.h"
+#include "rungs.h"
 #include "session.h"
 #include "weights.h"
 
@@ -23,25 +29,59 @@ using atsc::Session;
 
 struct atsc_plan {
   Pool pool;
+  atsc::OpenedDevice opened;
   atsc::platform::Mapping weights;
   Executor executor;
+  std::unique_ptr<atsc::Residency> residency;     // null: everything is on the host
+  std::unique_ptr<atsc::HybridExecutor> hybrid;   // likewise
+  std::string notice;
   int32_t max_sessions;
   std::mutex rounds;          // one round at a time
   std::mutex sessions;        // guards num_sessions
   int32_t num_sessions = 0;
 
-  atsc_plan(const atsc_plan_options& options, uint32_t isa_levels, atsc::WeightsMode mode)
+  atsc_plan(const atsc_plan_options& options, const atsc::DeviceWishes& wishes,
+            uint32_t isa_levels, atsc::WeightsMode mode)
       : pool(options.num_threads),
-        weights(atsc::load_weights(kPlan, options.weights_path, mode, pool)),
+        opened(atsc::open_device(kPlan, wishes)),
+        weights(uses_device() ? atsc::platform::Mapping::anonymous(kPlan.weights_bytes, true,
+                                                                   "weights")
+                              : atsc::load_weights(kPlan, options.weights_path, mode, pool)),
         executor(kPlan, weights.data(), isa_levels, pool),
-        max_sessions(std::max(1, options.max_sessions)) {}
+        notice(opened.notice),
+        max_sessions(wishes.sessions) {
+    if (!uses_device()) return;
+    residency = std::make_unique<atsc::Residency>(
+        kPlan, *opened.device, opened.placement, max_sessions,
+        atsc::Residency::HostMemory{weights.data(), executor.arena()}, options.weights_path, pool);
+    hybrid = std::make_unique<atsc::HybridExecutor>(kPlan, *residency, executor, pool);
+    if (!notice.empty() && !residency->notice().empty()) notice += "; ";
+    notice += residency->notice();
+  }
+
+  // A plan without placements is opened to be profiled: it has a device, and runs on the CPU.
+  bool uses_device() const { return opened.device && kPlan.device.num_rungs > 0; }
+
+  bool run(const atsc::Round& round, const atsc::SessionPlace* place) {
+    return hybrid ? hybrid->run(round, *place) : executor.run(round);
+  }
 };
 
 struct atsc_session {
   atsc_plan* plan;
+  atsc::SessionPlace* place;
   Session state;
 
-  explicit atsc_session(atsc_plan* plan) : plan(plan), state(kPlan) {}
+  explicit atsc_session(atsc_plan* plan)
+      : plan(plan),
+        place(plan->residency ? plan->residency->take_place() : nullptr),
+        state(kPlan, place) {}
+  ~atsc_session() {
+    if (place == nullptr) return;
+    const std::lock_guard lock(plan->rounds);
+    plan->hybrid->forget(*place);
+    plan->residency->give_back(place);
+  }
 };
 
 namespace {
@@ -143,27 +183,76 @@ uint32_t isa_levels_up_to(const char* isa) {
                               "avx512vnni", isa);
 }
 
+void check_options(const atsc_plan_options& options) {
+  present(options.weights_path, "options.weights_path");
+  if (options.weights_mode != ATSC_WEIGHTS_MAP && options.weights_mode != ATSC_WEIGHTS_READ) {
+    fail(ATSC_INVALID_ARGUMENT, "options.weights_mode is %d: expected ATSC_WEIGHTS_MAP or _READ",
+         options.weights_mode);
+  }
+  if (options.max_sessions < 0) {
+    fail(ATSC_INVALID_ARGUMENT, "options.max_sessions is %d", options.max_sessions);
+  }
+  if (options.num_units != 0 && options.num_units != kPlan.num_units) {
+    fail(ATSC_INVALID_ARGUMENT, "options.num_units is %d: the plan has %d", options.num_units,
+         kPlan.num_units);
+  }
+  if (kPlan.abi_version != atsc::kAbiVersion) {
+    fail(ATSC_PLAN_ERROR, "the plan's tables are of version %u, its runtime of version %u: "
+                          "compile the model again", kPlan.abi_version, atsc::kAbiVersion);
+  }
+}
+
+atsc::DeviceWishes wishes_of(const atsc_plan_options& options, uint32_t isa_levels) {
+  atsc::DeviceWishes wishes;
+  wishes.vram_bytes = options.vram_bytes;
+  wishes.ordinal = options.device_ordinal;
+  wishes.use_device = options.no_device == 0;
+  wishes.sessions = std::max(1, options.max_sessions);
+  wishes.strict = options.strict != 0;
+  const std::string path = options.weights_path;
+  const size_t slash = path.rfind('/');
+  wishes.directory = slash == std::string::npos ? "." : path.substr(0, slash);
+  if (options.num_units > 0) {
+    const uint8_t* bits = &present(options.on_device, "options.on_device");
+    wishes.on_device.assign(bits, bits + options.num_units);
+  }
+  wishes.virtual_device.isa_levels = isa_levels;
+  if (options.virtual_device == nullptr) return wishes;
+  const auto given = read_struct(options.virtual_device, "options.virtual_device");
+  wishes.occupied_bytes = given.occupied_bytes;
+  wishes.virtual_device.context_bytes = given.context_bytes;
+  if (given.limits_pinning) wishes.virtual_device.pinnable_bytes = given.pinnable_bytes;
+  wishes.virtual_device.has_graphs = given.no_graphs == 0;
+  wishes.virtual_device.link_bytes_per_s = given.link_bytes_per_s;
+  return wishes;
+}
+
+// Where the device refuses something after all, the plan runs without it and says so.
+std::unique_ptr<atsc_plan> open_plan(const atsc_plan_options& options) {
+  const char* isa = options.isa != nullptr ? options.isa : std::getenv("ATSC_ISA");
+  const uint32_t isa_levels = isa_levels_up_to(isa);
+  const auto mode = options.weights_mode == ATSC_WEIGHTS_READ ? atsc::WeightsMode::kRead
+                    : options.verify ? atsc::WeightsMode::kMapAndVerify
+                                     : atsc::WeightsMode::kMap;
+  atsc::DeviceWishes wishes = wishes_of(options, isa_levels);
+  try {
+    return std::make_unique<atsc_plan>(options, wishes, isa_levels, mode);
+  } catch (const Failure& failure) {
+    const bool has_device = kPlan.device.kind != atsc::DeviceKind::kNone && wishes.use_device;
+    if (failure.status != ATSC_DEVICE_ERROR || !has_device || wishes.strict) throw;
+    wishes.use_device = false;
+    auto plan = std::make_unique<atsc_plan>(options, wishes, isa_levels, mode);
+    plan->notice = std::string(failure.what()) + atsc::kOnCpu;
+    return plan;
+  }
+}
+
 atsc_status plan_open(const atsc_plan_options* given, atsc_plan** plan, atsc_message* message) {
   return guard(message, [&] {
     present(plan, "plan") = nullptr;
     const auto options = read_struct(given, "options");
-    present(options.weights_path, "options.weights_path");
-    if (options.weights_mode != ATSC_WEIGHTS_MAP && options.weights_mode != ATSC_WEIGHTS_READ) {
-      fail(ATSC_INVALID_ARGUMENT, "options.weights_mode is %d: expected ATSC_WEIGHTS_MAP or _READ",
-           options.weights_mode);
-    }
-    if (options.max_sessions < 0) {
-      fail(ATSC_INVALID_ARGUMENT, "options.max_sessions is %d", options.max_sessions);
-    }
-    if (kPlan.abi_version != atsc::kAbiVersion) {
-      fail(ATSC_PLAN_ERROR, "the plan's tables are of version %u, its runtime of version %u: "
-                            "compile the model again", kPlan.abi_version, atsc::kAbiVersion);
-    }
-    const char* isa = options.isa != nullptr ? options.isa : std::getenv("ATSC_ISA");
-    const auto mode = options.weights_mode == ATSC_WEIGHTS_READ ? atsc::WeightsMode::kRead
-                      : options.verify ? atsc::WeightsMode::kMapAndVerify
-                                       : atsc::WeightsMode::kMap;
-    *plan = new atsc_plan(options, isa_levels_up_to(isa), mode);
+    check_options(options);
+    *plan = open_plan(options).release();
   });
 }
 
@@ -199,6 +288,16 @@ atsc_status plan_get_info(const atsc_plan* plan, atsc_plan_info* info, atsc_mess
     found.isa = atsc_isa_names[plan->executor.highest_isa_level()];
     found.weights_bytes = kPlan.weights_bytes;
     found.cache_bytes = atsc::session_cache_bytes(kPlan);
+    found.num_units = kPlan.num_units;
+    found.num_placements = kPlan.device.num_rungs;
+    found.placement = plan->opened.placement.rung;
+    found.predicted_device_bytes = plan->opened.placement.required_bytes;
+    if (const atsc::Device* device = plan->opened.device.get()) {
+      const atsc::DeviceMemory memory = device->memory();
+      found.device_bytes = memory.context + memory.modules + memory.ranges + memory.executables;
+      found.device_name = device->info().name.c_str();
+    }
+    found.notice = plan->notice.c_str();
     write_struct(info, found, "info");
   });
 }
@@ -241,7 +340,10 @@ atsc_status session_get_position(atsc_session* session, int64_t* position, atsc_
 void run_round(atsc_session& session, const int32_t* tokens, int64_t count, const int32_t* rows,
                int64_t num_rows) {
   const std::lock_guard lock(session.plan->rounds);
-  session.state.run(session.plan->executor, tokens, count, rows, num_rows);
+  const auto execute = [&](const atsc::Round& round) {
+    return session.plan->run(round, session.place);
+  };
+  session.state.run(execute, tokens, count, rows, num_rows);
 }
 
 void check_prefill(const Session& state, const atsc_prefill& call) {
@@ -387,7 +489,11 @@ atsc_status session_rewind(atsc_session* session, int64_t position, atsc_message
 }
 
 atsc_status session_cancel(atsc_session* session, atsc_message* message) {
-  return guard(message, [&] { present(session, "session").state.cancelled = true; });
+  return guard(message, [&] {
+    std::atomic<bool>& cancelled = present(session, "session").state.cancelled;
+    cancelled = true;
+    if (session->plan->hybrid) session->plan->hybrid->cancel(cancelled);
+  });
 }
 
 atsc_status session_save(atsc_session* session, const char* path, atsc_message* message) {
@@ -400,12 +506,86 @@ atsc_status session_restore(atsc_session* session, const char* path, atsc_messag
                     [&](Session& state) { state.restore(&present(path, "path")); });
 }
 
+// Measurements have the machine to themselves.
+template <class Measure>
+void profile(atsc_plan* plan, Measure&& measure) {
+  const std::lock_guard lock(present(plan, "plan").rounds);
+  if (plan->residency) {
+    fail(ATSC_INVALID_ARGUMENT, "profiling needs a plan without placements, or the CPU alone: this "
+                                "one uses %s", plan->opened.device->info().name.c_str());
+  }
+  atsc::Device* device = plan->opened.device.get();
+  measure(atsc::Profiler(kPlan, plan->executor, plan->weights.data(), device));
+}
+
+atsc_status plan_profile_unit(atsc_plan* plan, atsc_unit_profile* given, atsc_message* message) {
+  return guard(message, [&] {
+    auto wanted = read_struct(given, "profile");
+    if (wanted.unit < 0 || wanted.unit >= kPlan.num_units) {
+      fail(ATSC_INVALID_ARGUMENT, "profile.unit is %d: the plan has %d units", wanted.unit,
+           kPlan.num_units);
+    }
+    if (wanted.rows < 1 || wanted.rows > kPlan.chunk || wanted.position < 0 ||
+        wanted.position + wanted.rows > kPlan.context_length) {
+      fail(ATSC_INVALID_ARGUMENT, "profile: %lld rows after %lld tokens: rounds have 1 to %d rows, "
+                                  "and the context %d tokens",
+           static_cast<long long>(wanted.rows), static_cast<long long>(wanted.position),
+           kPlan.chunk, kPlan.context_length);
+    }
+    profile(plan, [&](atsc::Profiler&& profiler) {
+      wanted.ns = profiler.unit_ns(wanted.unit, wanted.on_device != 0, wanted.rows, wanted.position);
+    });
+    write_struct(given, wanted, "profile");
+  });
+}
+
+atsc_status plan_profile_link(atsc_plan* plan, atsc_link_profile* given, atsc_message* message) {
+  return guard(message, [&] {
+    read_struct(given, "profile");
+    atsc_link_profile result{};
+    profile(plan, [&](atsc::Profiler&& profiler) {
+      const atsc::LinkProfile found = profiler.link();
+      result.to_device_bytes_per_s = found.to_device_bytes_per_s;
+      result.to_host_bytes_per_s = found.to_host_bytes_per_s;
+      result.hand_off_to_device_ns = found.hand_off_to_device_ns;
+      result.hand_off_to_host_ns = found.hand_off_to_host_ns;
+      result.to_device_beside_cpu_bytes_per_s = found.to_device_beside_cpu_bytes_per_s;
+      result.cpu_slowdown = found.cpu_slowdown;
+      result.fixed_device_bytes = found.fixed_device_bytes;
+    });
+    write_struct(given, result, "profile");
+  });
+}
+
+atsc_status plan_script_device(atsc_plan* plan, const char* what, double value,
+                               atsc_message* message) {
+  return guard(message, [&] {
+    atsc::VirtualControls* controls = present(plan, "plan").opened.controls;
+    const std::string text = &present(what, "what");
+    if (controls == nullptr) {
+      fail(ATSC_INVALID_ARGUMENT, "%s: only a virtual device in use can be scripted", what);
+    }
+    const std::string name = text.substr(std::min(text.size(), text.find(' ') + 1));
+    if (text == "link") {
+      controls->set_link_rate(value, value);
+    } else if (text == "slowdown") {
+      controls->set_slowdown(value);
+    } else if (text.starts_with("kernel ")) {
+      controls->set_kernel_ns(name, static_cast<int64_t>(value));
+    } else if (text.starts_with("fault ")) {
+      controls->fail_kernel(name);
+    } else {
+      fail(ATSC_INVALID_ARGUMENT, "%s: expected link, slowdown, kernel NAME or fault NAME", what);
+    }
+  });
+}
+
 constexpr atsc_api kApi = {
     sizeof(atsc_api),    ATSC_API_VERSION,     plan_open,      plan_close,
     plan_get_info,       session_create,       session_destroy, session_get_position,
     session_prefill,     session_decode,       session_logits, session_set_sampling,
     session_next,        session_rewind,       session_cancel, session_save,
-    session_restore,
+    session_restore,     plan_profile_unit,    plan_profile_link, plan_script_device,
 };
 
 }  // namespace

@@ -90,7 +90,8 @@ Executor::Scratch Executor::scratch_for(const CpuKernel* kernel, const NodeEntry
 }
 
 Executor::Instruction Executor::make_instruction(const NodeEntry& node, Amount amount,
-                                                 std::vector<bool>& is_private) {
+                                                 std::vector<bool>& is_private,
+                                                 const Splits* splits) {
   Instruction made{};
   made.node = &node;
   made.kernel = kernel_of(node, amount);
@@ -101,6 +102,7 @@ Executor::Instruction Executor::make_instruction(const NodeEntry& node, Amount a
     const bool value = out.kind == OperandKind::kValue;
     if (out.kind == OperandKind::kLogits) replicated = false;
     if (value && plan_.values[out.index].private_offset == kNotPrivate) replicated = false;
+    if (value && splits != nullptr && splits->crosses[out.index]) replicated = false;
   }
   made.role = replicated ? Role::kReplicated : aligned ? Role::kAligned : Role::kClaimed;
   for (int slot = 0; slot < kMaxInputs; ++slot) {
@@ -123,17 +125,21 @@ Executor::Instruction Executor::make_instruction(const NodeEntry& node, Amount a
   return made;
 }
 
-Executor::Program Executor::make_program(Amount tokens, Amount logits) {
+Executor::Program Executor::make_program(Amount tokens, Amount logits, const Splits* splits) {
   Program program;
   std::vector<bool> is_private(static_cast<size_t>(plan_.num_values));
   const Instruction* before = nullptr;
   bool before_few = false;
   program.instructions.reserve(static_cast<size_t>(plan_.num_nodes));
-  for (int index = 0; index < plan_.num_nodes; ++index) {
+  const auto begin_segment = [&] {
+    program.segments.push_back(static_cast<int>(program.instructions.size()));
+    before = nullptr;
+  };
+  const auto add = [&](int index) {
     const NodeEntry& node = plan_.nodes[index];
     const Amount amount = node.rows == RowsOf::kTokens ? tokens : logits;
-    if (amount == Amount::kNone) continue;
-    Instruction made = make_instruction(node, amount, is_private);
+    if (amount == Amount::kNone) return;
+    Instruction made = make_instruction(node, amount, is_private, splits);
     const bool few = amount == Amount::kFew;
     const bool same_group = before != nullptr && before->node->group == node.group;
     const bool after_replicated = same_group && before->role == Role::kReplicated;
@@ -144,18 +150,49 @@ Executor::Program Executor::make_program(Amount tokens, Amount logits) {
     program.instructions.push_back(made);
     before = &program.instructions.back();
     before_few = few;
+  };
+  if (splits == nullptr) {
+    begin_segment();
+    for (int index = 0; index < plan_.num_nodes; ++index) add(index);
+    return program;
+  }
+  for (const HostSegment& segment : splits->segments) {
+    begin_segment();
+    for (const int index : segment.nodes) add(index);
   }
   return program;
 }
 
+Executor::Amount Executor::amount_of(int64_t rows) {
+  return rows == 0 ? Amount::kNone : rows <= kFewRows ? Amount::kFew : Amount::kMany;
+}
+
 Executor::Program& Executor::program_for(const Round& round) {
-  const auto amount = [](int64_t rows) {
-    return rows == 0 ? Amount::kNone : rows <= kFewRows ? Amount::kFew : Amount::kMany;
-  };
-  const Amount tokens = amount(round.num_tokens), logits = amount(round.num_logit_rows);
+  const Amount tokens = amount_of(round.num_tokens), logits = amount_of(round.num_logit_rows);
   auto& program = programs_[static_cast<int>(tokens)][static_cast<int>(logits)];
-  if (!program) program = std::make_unique<Program>(make_program(tokens, logits));
+  if (!program) program = std::make_unique<Program>(make_program(tokens, logits, nullptr));
   return *program;
+}
+
+std::unique_ptr<Executor::Program> Executor::compile(int64_t num_tokens, int64_t num_logit_rows,
+                                                     const Splits& splits) {
+  return std::make_unique<Program>(
+      make_program(amount_of(num_tokens), amount_of(num_logit_rows), &splits));
+}
+
+void Executor::set_numbers(Instruction& instruction, const Round& round) const {
+  const NodeEntry& node = *instruction.node;
+  KernelArgs& args = instruction.args;
+  args.rows = node.rows == RowsOf::kTokens ? round.num_tokens : round.num_logit_rows;
+  args.position = round.position;
+  if (node.layer >= 0) {
+    args.k_cache = round.caches[node.layer].k;
+    args.v_cache = round.caches[node.layer].v;
+  }
+  for (int slot = 0; slot < kMaxOutputs; ++slot) {
+    if (node.out[slot].kind == OperandKind::kLogits) args.out[slot] = round.logits;
+  }
+  instruction.domain = instruction.kernel->domain(args);
 }
 
 // Puts the round's numbers into the instructions, and packs them into steps.
@@ -165,27 +202,24 @@ void Executor::bind(Program& program, const Round& round) {
     std::memcpy(logit_rows_.data(), round.logit_rows, sizeof(int32_t) * round.num_logit_rows);
   }
   steps_.clear();
+  segment_ends_.clear();
   const int count = static_cast<int>(program.instructions.size());
-  for (int index = 0; index < count; ++index) {
+  size_t segment = 0;
+  for (int index = 0; index <= count; ++index) {
+    bool opens = false;
+    for (; segment < program.segments.size() && program.segments[segment] == index; ++segment) {
+      if (segment > 0) segment_ends_.push_back(static_cast<int>(steps_.size()));
+      opens = true;
+    }
+    if (index == count) break;
     Instruction& now = program.instructions[index];
-    KernelArgs& args = now.args;
-    args.rows = now.node->rows == RowsOf::kTokens ? round.num_tokens : round.num_logit_rows;
-    args.position = round.position;
-    if (now.node->layer >= 0) {
-      args.k_cache = round.caches[now.node->layer].k;
-      args.v_cache = round.caches[now.node->layer].v;
-    }
-    for (int slot = 0; slot < kMaxOutputs; ++slot) {
-      if (now.node->out[slot].kind == OperandKind::kLogits) args.out[slot] = round.logits;
-    }
-    now.domain = now.kernel->domain(args);
-    const bool replicated = now.role == Role::kReplicated;
-    bool opens = steps_.empty() || now.may_open_step;
+    set_numbers(now, round);
+    opens = opens || now.may_open_step;
     if (now.role == Role::kAligned && !opens) opens = now.domain != steps_.back().domain;
     if (opens) steps_.push_back({index, index, index, 0, 1});
     Step& step = steps_.back();
     step.end = index + 1;
-    if (replicated) {
+    if (now.role == Role::kReplicated) {
       step.claimed = step.end;
     } else if (step.claimed == index) {
       step.domain = now.domain;
@@ -194,6 +228,7 @@ void Executor::bind(Program& program, const Round& round) {
       step.grain = std::max<int64_t>(1, (now.domain + chunks - 1) / chunks);
     }
   }
+  segment_ends_.push_back(static_cast<int>(steps_.size()));
 }
 
 void Executor::run_items(const Instruction& instruction, int thread, int64_t begin,
@@ -218,10 +253,14 @@ void Executor::run_items(const Instruction& instruction, int thread, int64_t beg
   instruction.kernel->run(args, begin, end);
 }
 
-void Executor::work(const Program& program, int thread, const std::atomic<bool>& cancelled) {
+void Executor::work(const Program& program, int segment, int thread,
+                    const std::atomic<bool>& cancelled) {
   const bool alone = pool_.num_threads() == 1;
   const Instruction* instructions = program.instructions.data();
-  for (const Step& step : steps_) {
+  const Step* const last = steps_.data() + segment_ends_[segment] - 1;
+  for (const Step* at = steps_.data() + (segment > 0 ? segment_ends_[segment - 1] : 0); at <= last;
+       ++at) {
+    const Step& step = *at;
     for (int index = step.first; index < step.claimed; ++index) {
       run_items(instructions[index], thread, 0, instructions[index].domain);
     }
@@ -240,7 +279,7 @@ void Executor::work(const Program& program, int thread, const std::atomic<bool>&
         run_claimed(begin, std::min(begin + step.grain, step.domain));
       }
     }
-    if (&step == &steps_.back()) return;  // the pool's own barrier follows
+    if (at == last) return;  // the pool's own barrier follows
     pool_.barrier([&] {
       next_chunk_.store(0, std::memory_order_relaxed);
       stop_ = cancelled.load(std::memory_order_relaxed);
@@ -249,15 +288,26 @@ void Executor::work(const Program& program, int thread, const std::atomic<bool>&
   }
 }
 
+bool Executor::run_steps(const Program& program, int segment,
+                         const std::atomic<bool>& cancelled) {
+  if (segment_ends_[segment] == (segment > 0 ? segment_ends_[segment - 1] : 0)) return true;
+  next_chunk_.store(0, std::memory_order_relaxed);
+  stop_ = false;
+  pool_.run([&](int thread) { work(program, segment, thread, cancelled); });
+  return !stop_;
+}
+
 bool Executor::run(const Round& round) {
   if (round.cancelled->load(std::memory_order_relaxed)) return false;
   Program& program = program_for(round);
   bind(program, round);
-  next_chunk_.store(0, std::memory_order_relaxed);
-  stop_ = false;
-  if (steps_.empty()) return true;
-  pool_.run([&](int thread) { work(program, thread, *round.cancelled); });
-  return !stop_;
+  return run_steps(program, 0, *round.cancelled);
+}
+
+bool Executor::run_segment(const Program& program, int segment,
+                           const std::atomic<bool>& cancelled) {
+  if (cancelled.load(std::memory_order_relaxed)) return false;
+  return run_steps(program, segment, cancelled);
 }
 
 }  // namespace atsc

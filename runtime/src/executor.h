@@ -11,6 +11,9 @@
 // Few or many is asked of each node: a prefill of many tokens may want one row of logits. Where a
 // value lies (shared or private) follows from that, so there is one program a combination, made when
 // it is first needed.
+//
+// Where a device takes part, a program holds the host's nodes alone, in the segments of splits.h,
+// which the caller runs one by one; what crosses to the device is never private.
 #pragma once
 
 #include <atomic>
@@ -20,6 +23,7 @@
 
 #include "platform.h"
 #include "pool.h"
+#include "splits.h"
 #include "tables.h"
 
 namespace atsc {
@@ -46,14 +50,6 @@ class Executor {
   // `isa_levels` has bit i set for each level whose kernels may be used.
   Executor(const Plan& plan, const std::byte* weights, uint32_t isa_levels, Pool& pool);
 
-  // False: cancelled between two steps; the caches then hold part of the round.
-  bool run(const Round& round);
-
-  // The highest level of which a kernel is in use.
-  int highest_isa_level() const { return highest_isa_level_; }
-
- private:
-  enum class Amount : uint8_t { kNone, kFew, kMany };
   enum class Role : uint8_t { kReplicated, kClaimed, kAligned };
 
   struct Instruction {
@@ -70,7 +66,27 @@ class Executor {
 
   struct Program {
     std::vector<Instruction> instructions;
+    std::vector<int> segments;  // the first instruction of each
   };
+
+  // False: cancelled between two steps; the caches then hold part of the round.
+  bool run(const Round& round);
+
+  // The host's part of a round of so many rows.
+  std::unique_ptr<Program> compile(int64_t num_tokens, int64_t num_logit_rows,
+                                   const Splits& splits);
+  // Before its segments: puts the round's numbers into the program.
+  void bind(Program& program, const Round& round);
+  // False: cancelled.
+  bool run_segment(const Program& program, int segment, const std::atomic<bool>& cancelled);
+
+  // The highest level of which a kernel is in use.
+  int highest_isa_level() const { return highest_isa_level_; }
+
+  std::byte* arena() const { return arena_.data(); }
+
+ private:
+  enum class Amount : uint8_t { kNone, kFew, kMany };
 
   // Instructions [first, claimed) replicated, then [claimed, end) on claimed items.
   struct Step {
@@ -87,14 +103,16 @@ class Executor {
   };
 
   Program& program_for(const Round& round);
-  Program make_program(Amount tokens, Amount logits);
+  static Amount amount_of(int64_t rows);
+  Program make_program(Amount tokens, Amount logits, const Splits* splits);
   Instruction make_instruction(const NodeEntry& node, Amount amount,
-                               std::vector<bool>& is_private);
+                               std::vector<bool>& is_private, const Splits* splits);
   const CpuKernel* kernel_of(const NodeEntry& node, Amount amount);
   const void* place(const Operand& operand, const std::vector<bool>& is_private);
   Scratch scratch_for(const CpuKernel* kernel, const NodeEntry& node, bool replicated);
-  void bind(Program& program, const Round& round);
-  void work(const Program& program, int thread, const std::atomic<bool>& cancelled);
+  void set_numbers(Instruction& instruction, const Round& round) const;
+  bool run_steps(const Program& program, int segment, const std::atomic<bool>& cancelled);
+  void work(const Program& program, int segment, int thread, const std::atomic<bool>& cancelled);
   void run_items(const Instruction& instruction, int thread, int64_t begin, int64_t end) const;
 
   const Plan& plan_;
@@ -108,6 +126,7 @@ class Executor {
   std::vector<Scratch> scratch_;
   std::unique_ptr<Program> programs_[3][3];
   std::vector<Step> steps_;
+  std::vector<int> segment_ends_;  // in steps_
   bool stop_ = false;
   alignas(64) std::atomic<int64_t> next_chunk_{0};
 };

@@ -10,6 +10,7 @@ namespace {
 
 constexpr int kMaxThreads = 512;
 constexpr int64_t kMostSpinNs = 50'000, kLeastSpinNs = 1'000;
+constexpr int64_t kMostPatientSpinNs = 500'000;
 constexpr int64_t kPreemptedNs = 100'000;  // more time than this between two looks at the clock
 constexpr int kLooks = 32;                 // at the barrier, between those
 
@@ -72,13 +73,15 @@ void Pool::await(uint32_t generation) {
 
 // Whether the barrier opened while we looked.
 bool Pool::spin(uint32_t generation) {
-  const int64_t budget = spin_ns_.load(std::memory_order_relaxed);
+  const bool is_patient = is_patient_.load(std::memory_order_relaxed);
+  const int64_t most = is_patient ? kMostPatientSpinNs : kMostSpinNs;
+  const int64_t budget = std::min(most, spin_ns_.load(std::memory_order_relaxed));
   int64_t now = platform::now_ns();
   const int64_t end = now + budget;
   for (;;) {
     for (int look = 0; look < kLooks; ++look) {
       if (generation_.load(std::memory_order_acquire) != generation) {
-        spin_ns_.store(std::min(kMostSpinNs, budget + budget / 2), std::memory_order_relaxed);
+        spin_ns_.store(std::min(most, budget + budget / 2), std::memory_order_relaxed);
         return true;
       }
       __builtin_ia32_pause();
@@ -87,6 +90,7 @@ bool Pool::spin(uint32_t generation) {
     now = platform::now_ns();
     const bool was_preempted = now - before > kPreemptedNs;
     if (!was_preempted && now < end) continue;
+    if (is_patient && !was_preempted) return false;
     const int64_t less = was_preempted ? kLeastSpinNs : std::max(kLeastSpinNs, budget / 2);
     spin_ns_.store(less, std::memory_order_relaxed);
     return false;

@@ -7,6 +7,10 @@
 // spinning, 25 ms without). So the time adapts: it grows to 50 us while barriers open in time, halves
 // when one does not, and drops to 1 us when a spinning thread finds that it was preempted. A pool of
 // one thread touches no atomic at all.
+//
+// Rounds with a device are another matter: between two runs the threads wait for the device, and that
+// takes long although nobody else wants the core. A patient pool spins up to 500 us, and less only
+// when it was preempted.
 #pragma once
 
 #include <atomic>
@@ -26,6 +30,9 @@ class Pool {
   Pool(const Pool&) = delete;
 
   int num_threads() const { return num_threads_; }
+
+  // Between two runs, by the caller.
+  void be_patient(bool patient) { is_patient_.store(patient, std::memory_order_relaxed); }
 
   // Runs body(thread) on every thread, 0 being the caller, and returns when all are done. Only one
   // run at a time.
@@ -71,6 +78,7 @@ class Pool {
   alignas(64) std::atomic<uint32_t> generation_{0};
   alignas(64) std::atomic<int> sleepers_{0};
   alignas(64) std::atomic<int64_t> spin_ns_;
+  std::atomic<bool> is_patient_{false};
 };
 
 }  // namespace atsc

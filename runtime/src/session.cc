@@ -42,14 +42,19 @@ uint64_t session_cache_bytes(const Plan& plan) {
   return bytes;
 }
 
-Session::Session(const Plan& plan) : plan_(plan) {
-  const size_t row = sizeof(float) * static_cast<size_t>(plan.vocab_size);
+Session::Session(const Plan& plan, const SessionPlace* place) : plan_(plan), place_(place) {
+  if (place != nullptr) {
+    logits_ = reinterpret_cast<float*>(place->logits.host());
+  } else {
+    const size_t row = sizeof(float) * static_cast<size_t>(plan.vocab_size);
+    logits_memory_ = platform::Mapping::anonymous(row * plan.max_logit_rows, false, "logits");
+    logits_ = reinterpret_cast<float*>(logits_memory_.data());
+  }
   memory_ = platform::Mapping::anonymous(session_cache_bytes(plan), false, "KV caches");
-  logits_ = platform::Mapping::anonymous(row * plan.max_logit_rows, false, "logits");
   std::byte* at = memory_.data();
   for (int cache = 0; cache < plan.num_caches; ++cache) {
     const size_t bytes = round_to_page(cache_bytes(cache));
-    caches_.push_back({at, at + bytes});
+    caches_.push_back(is_on_device(cache) ? CacheView{} : CacheView{at, at + bytes});
     at += 2 * bytes;
   }
 }
@@ -70,19 +75,17 @@ void Session::check_token(int64_t token) const {
        static_cast<long long>(token), plan_.vocab_size);
 }
 
-void Session::run(Executor& executor, const int32_t* tokens, int64_t num_tokens,
-                  const int32_t* logit_rows, int64_t num_logit_rows) {
+void Session::run(const std::function<bool(const Round&)>& execute, const int32_t* tokens,
+                  int64_t num_tokens, const int32_t* logit_rows, int64_t num_logit_rows) {
   num_logit_rows_ = 0;
   if (cancelled.load()) {
     cancelled = false;
     fail(ATSC_CANCELLED, "cancelled");
   }
   written_ = std::max(written_, position_ + num_tokens);
-  const Round round{tokens,         num_tokens,
-                    position_,      logit_rows,
-                    num_logit_rows, reinterpret_cast<float*>(logits_.data()),
-                    caches_.data(), &cancelled};
-  if (!executor.run(round)) {
+  const Round round{tokens,         num_tokens, position_,      logit_rows,
+                    num_logit_rows, logits_,    caches_.data(), &cancelled};
+  if (!execute(round)) {
     cancelled = false;
     fail(ATSC_CANCELLED, "cancelled at token %lld", static_cast<long long>(position_));
   }
@@ -157,9 +160,15 @@ std::vector<Session::Range> Session::ranges(const Header& header) const {
     const size_t head = cache_bytes(index) / cache.kv_heads;
     const int64_t tokens = std::min(header.written, cache.capacity);
     const size_t used = head / cache.capacity * tokens;
-    for (void* base : {caches_[index].k, caches_[index].v}) {
-      for (int32_t h = 0; h < cache.kv_heads; ++h) {
-        found.push_back({static_cast<std::byte*>(base) + h * head, used});
+    for (int32_t part = 0; part < 2 * cache.kv_heads; ++part) {
+      const bool is_k = part < cache.kv_heads;
+      const size_t offset = static_cast<size_t>(part % cache.kv_heads) * head;
+      if (is_on_device(index)) {
+        const SessionPlace::Cache& there = place_->caches[index];
+        found.push_back({nullptr, (is_k ? there.k : there.v) + offset, used});
+      } else {
+        void* const base = is_k ? caches_[index].k : caches_[index].v;
+        found.push_back({static_cast<std::byte*>(base) + offset, 0, used});
       }
     }
   }
@@ -177,7 +186,14 @@ void Session::save(const std::string& path) const {
     };
     const Header made = header();
     put(&made, sizeof made);
-    for (const Range& range : ranges(made)) put(range.data, range.bytes);
+    std::vector<std::byte> copy;
+    for (const Range& range : ranges(made)) {
+      if (range.data == nullptr) {
+        copy.resize(range.bytes);
+        place_->device->download(copy.data(), range.address, range.bytes);
+      }
+      put(range.data != nullptr ? range.data : copy.data(), range.bytes);
+    }
     const size_t row = static_cast<size_t>(plan_.vocab_size);
     if (made.has_logits) put(logits() + (num_logit_rows_ - 1) * row, sizeof(float) * row);
     file.append(&crc, sizeof crc);
@@ -217,10 +233,14 @@ void Session::restore(const std::string& path) {
 
   const std::byte* at = file.data() + sizeof saved;
   for (const Range& range : targets) {
-    std::memcpy(range.data, at, range.bytes);
+    if (range.data == nullptr) {
+      place_->device->upload(range.address, at, range.bytes);
+    } else {
+      std::memcpy(range.data, at, range.bytes);
+    }
     at += range.bytes;
   }
-  std::memcpy(logits_.data(), at, row);
+  std::memcpy(logits_, at, row);
   num_logit_rows_ = saved.has_logits ? 1 : 0;
   position_ = saved.position;
   written_ = saved.written;

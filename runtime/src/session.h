@@ -7,11 +7,13 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
 #include "executor.h"
 #include "platform.h"
+#include "residency.h"
 #include "sampler.h"
 #include "tables.h"
 
@@ -19,7 +21,8 @@ namespace atsc {
 
 class Session {
  public:
-  explicit Session(const Plan& plan);
+  // With a `place`, some caches lie on its device and the logits in its pinned memory.
+  explicit Session(const Plan& plan, const SessionPlace* place = nullptr);
 
   int64_t position() const { return position_; }
   void check_room(int64_t num_tokens) const;  // fails if the context cannot hold so many more
@@ -27,11 +30,11 @@ class Session {
   void check_token(int64_t token) const;
 
   // Runs one round at the present position. `logit_rows` are indices into `tokens`.
-  // Fails with ATSC_CANCELLED.
-  void run(Executor& executor, const int32_t* tokens, int64_t num_tokens, const int32_t* logit_rows,
-           int64_t num_logit_rows);
+  // `execute` returns false if it was cancelled. Fails with ATSC_CANCELLED.
+  void run(const std::function<bool(const Round&)>& execute, const int32_t* tokens,
+           int64_t num_tokens, const int32_t* logit_rows, int64_t num_logit_rows);
 
-  const float* logits() const { return reinterpret_cast<const float*>(logits_.data()); }
+  const float* logits() const { return logits_; }
   int64_t num_logit_rows() const { return num_logit_rows_; }
 
   void set_sampler(const SamplingOptions& options, uint64_t seed, std::vector<int32_t> stop_tokens);
@@ -52,7 +55,8 @@ class Session {
  private:
   struct Header;
   struct Range {
-    std::byte* data;
+    std::byte* data;        // null: on the device
+    DeviceAddress address;
     size_t bytes;
   };
 
@@ -61,9 +65,13 @@ class Session {
   Header header() const;
   std::vector<Range> ranges(const Header& header) const;
 
+  bool is_on_device(int cache) const { return place_ != nullptr && place_->caches[cache].k != 0; }
+
   const Plan& plan_;
-  platform::Mapping memory_, logits_;
-  std::vector<CacheView> caches_;
+  const SessionPlace* place_;
+  platform::Mapping memory_, logits_memory_;
+  float* logits_;
+  std::vector<CacheView> caches_;  // null: on the device
   int64_t position_ = 0;
   int64_t written_ = 0;  // tokens below this may have been written, also by a cancelled round
   int64_t num_logit_rows_ = 0;

@@ -1,0 +1,186 @@
+#include "hybrid_executor.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "failure.h"
+
+namespace atsc {
+namespace {
+
+constexpr size_t kMostPrepared = 4;
+
+}  // namespace
+
+// While one lives, `cancel` reaches the executable and the pool stays awake between segments.
+class HybridExecutor::Running {
+ public:
+  Running(HybridExecutor& owner, Executable& executable, const std::atomic<bool>& cancelled)
+      : owner_(owner) {
+    owner_.pool_.be_patient(true);
+    const std::lock_guard lock(owner_.mutex_);
+    owner_.running_ = &executable;
+    owner_.cancelled_ = &cancelled;
+    owner_.was_released_ = false;
+  }
+  ~Running() {
+    end();
+    owner_.pool_.be_patient(false);
+  }
+  Running(const Running&) = delete;
+
+  // Whether `cancel` came in time to spoil the round.
+  bool end() {
+    const std::lock_guard lock(owner_.mutex_);
+    owner_.running_ = nullptr;
+    return owner_.was_released_;
+  }
+
+ private:
+  HybridExecutor& owner_;
+};
+
+HybridExecutor::HybridExecutor(const Plan& plan, Residency& residency, Executor& executor,
+                               Pool& pool)
+    : plan_(plan),
+      residency_(residency),
+      executor_(executor),
+      pool_(pool),
+      streaming_(streaming_choice(plan, residency)),
+      clock_offset_ns_(residency.device().clock_offset_ns()) {}
+
+void HybridExecutor::cancel(const std::atomic<bool>& cancelled) {
+  const std::lock_guard lock(mutex_);
+  if (running_ == nullptr || cancelled_ != &cancelled) return;
+  was_released_ = true;
+  running_->release();
+}
+
+void HybridExecutor::forget(const SessionPlace& place) {
+  std::erase_if(prepared_, [&](const auto& known) { return known->place == place.index; });
+}
+
+HybridExecutor::Prepared& HybridExecutor::prepare(const Round& round, const SessionPlace& place) {
+  for (const auto& known : prepared_) {
+    if (known->place != place.index || known->num_tokens != round.num_tokens ||
+        known->num_logit_rows != round.num_logit_rows) {
+      continue;
+    }
+    known->last_used = num_rounds_;
+    return *known;
+  }
+  if (prepared_.size() >= kMostPrepared) {
+    prepared_.erase(std::ranges::min_element(prepared_, {}, [](const auto& known) {
+      return known->last_used;
+    }));
+  }
+  const int64_t stream_from = plan_.device.stream_from_rows;
+  const bool streams = stream_from > 0 && round.num_tokens >= stream_from;
+  auto made = std::make_unique<Prepared>();
+  made->place = place.index;
+  made->num_tokens = round.num_tokens;
+  made->num_logit_rows = round.num_logit_rows;
+  made->last_used = num_rounds_;
+  made->round = build_round(plan_, residency_, place, round.num_tokens, round.num_logit_rows,
+                            streams ? streaming_ : Choice{});
+  made->program = executor_.compile(round.num_tokens, round.num_logit_rows, made->round.splits);
+  if (!made->round.splits.runs.empty()) {
+    made->executable = build(made->round.commands, round.num_tokens <= kFewRows);
+  }
+  prepared_.push_back(std::move(made));
+  return *prepared_.back();
+}
+
+std::unique_ptr<Executable> HybridExecutor::build(const CommandList& commands, bool few_rows) {
+  Device& device = residency_.device();
+  if (few_rows) {
+    try {
+      return device.build(commands, BuildMode::kGraph);
+    } catch (const Failure& failure) {
+      if (failure.status != ATSC_DEVICE_ERROR) throw;
+      prepared_.clear();  // graphs hold device memory; launches hold none
+    }
+  }
+  return device.build(commands, BuildMode::kLaunches);
+}
+
+void HybridExecutor::write_numbers(const Round& round) {
+  const DeviceShare& share = residency_.share();
+  std::byte* staging = residency_.staging().host();
+  const RoundParams params{round.position,
+                           {static_cast<int>(round.num_tokens),
+                            static_cast<int>(round.num_logit_rows)}};
+  std::memcpy(staging, &params, sizeof params);
+  if (round.num_logit_rows > 0) {
+    std::memcpy(staging + share.logit_rows_offset, round.logit_rows,
+                sizeof(int32_t) * static_cast<size_t>(round.num_logit_rows));
+  }
+  std::memcpy(staging + share.token_ids_offset, round.token_ids,
+              sizeof(int32_t) * static_cast<size_t>(round.num_tokens));
+}
+
+bool HybridExecutor::run(const Round& round, const SessionPlace& place) {
+  if (round.cancelled->load(std::memory_order_relaxed)) return false;
+  ++num_rounds_;
+  Prepared& prepared = prepare(round, place);
+  executor_.bind(*prepared.program, round);
+  for (const Executor::Instruction& instruction : prepared.program->instructions) {
+    residency_.device().check_host_args(instruction.node->name, instruction.args);
+  }
+  record_.begin_ns = platform::now_ns();
+  record_.segments.clear();
+  record_.runs.clear();
+  if (!prepared.executable) return run_segments(prepared, round);
+  write_numbers(round);
+  Executable& executable = *prepared.executable;
+  Running running(*this, executable, *round.cancelled);
+  bool is_whole = false;
+  try {
+    executable.run();
+    if (round.cancelled->load()) cancel(*round.cancelled);  // a release before `run` had no effect
+    is_whole = run_segments(prepared, round);
+  } catch (...) {
+    executable.release();
+    try {
+      executable.wait();
+    } catch (const Failure&) {  // the first failure is the one to report
+    }
+    throw;
+  }
+  if (!is_whole) executable.release();
+  executable.wait();
+  record_.end_ns = platform::now_ns();
+  if (running.end() || !is_whole) return false;
+  take_stamps(prepared);
+  return true;
+}
+
+// False: cancelled.
+bool HybridExecutor::run_segments(Prepared& prepared, const Round& round) {
+  const std::vector<HostSegment>& segments = prepared.round.splits.segments;
+  for (size_t index = 0; index < segments.size(); ++index) {
+    const int64_t wait_ns = platform::now_ns();
+    const auto run = static_cast<uint32_t>(segments[index].await_run);
+    if (run > 0 && !prepared.executable->await(kFlagFromDevice, run)) return false;
+    const int64_t begin_ns = platform::now_ns();
+    const int number = static_cast<int>(index);
+    if (!executor_.run_segment(*prepared.program, number, *round.cancelled)) return false;
+    if (prepared.executable) {
+      prepared.executable->raise(kFlagFromHost, static_cast<uint32_t>(index + 1));
+    }
+    record_.segments.push_back({wait_ns, begin_ns, platform::now_ns()});
+  }
+  return true;
+}
+
+void HybridExecutor::take_stamps(const Prepared& prepared) {
+  const auto at = [&](int stamp) {
+    const int64_t ns = stamp == kNoStamp ? 0 : prepared.executable->stamp(stamp);
+    return ns == 0 ? 0 : ns + clock_offset_ns_;
+  };
+  for (size_t run = 0; run < prepared.round.begin_stamps.size(); ++run) {
+    record_.runs.push_back({at(prepared.round.begin_stamps[run]), at(prepared.round.end_stamps[run])});
+  }
+}
+
+}  // namespace atsc

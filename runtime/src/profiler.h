@@ -1,0 +1,61 @@
+// Times of units and of the way between host and device, measured with the plan's own kernels: what
+// the compiler's profiling pass (passes/annotate.py) asks for.
+//
+// Weights and caches are cold, as they are in a round of a model that is larger than any cache: on
+// the host their lines are flushed before each run, on the device copies of them take turns.
+// Activations lie where a round would have left them.
+// Source: ATSInfer 4.3.1.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "device.h"
+#include "executor.h"
+#include "residency.h"
+#include "tables.h"
+
+namespace atsc {
+
+struct LinkProfile {
+  double to_device_bytes_per_s, to_host_bytes_per_s;  // pinned, by the copy engines
+  double hand_off_to_device_ns, hand_off_to_host_ns;  // as in a decode round, payload included
+  double to_device_beside_cpu_bytes_per_s;
+  double cpu_slowdown;           // time beside such copies / time alone
+  uint64_t fixed_device_bytes;   // held whatever is resident: context, modules, activations, ...
+};
+
+class Profiler {
+ public:
+  // `weights` holds all of weights.bin; `device` may be null.
+  Profiler(const Plan& plan, Executor& executor, const std::byte* weights, Device* device);
+
+  // Nanoseconds of a unit's nodes in a round of `rows` tokens after `position` others, with one row
+  // of logits. A unit of which nothing can run on the device takes what it takes on the host.
+  int64_t unit_ns(int unit, bool on_device, int64_t rows, int64_t position);
+
+  LinkProfile link();
+
+ private:
+  struct HostWork;
+  struct DeviceWork;
+
+  Device& device() const;
+  std::unique_ptr<HostWork> host_work(const std::vector<int>& nodes, int64_t rows,
+                                      int64_t position);
+  int64_t host_ns(int unit, int64_t rows, int64_t position);
+  int64_t device_ns(int unit, const std::vector<int>& nodes, const DeviceShare& share,
+                    int64_t rows, int64_t position);
+  void record_copy(CommandList& list, const DeviceWork& work, int copy) const;
+  double copy_rate(bool to_device, uint64_t bytes);
+  void measure_hand_offs(LinkProfile& profile);
+  void measure_beside_cpu(LinkProfile& profile, uint64_t bytes);
+
+  const Plan& plan_;
+  Executor& executor_;
+  const std::byte* weights_;
+  Device* device_;
+};
+
+}  // namespace atsc

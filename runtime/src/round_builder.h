@@ -1,0 +1,42 @@
+// The device's part of a round as a list of commands, from a placement and a choice of promotions.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "device.h"
+#include "residency.h"
+#include "splits.h"
+#include "tables.h"
+
+namespace atsc {
+
+// A host-resident unit that is copied to a slot and computed on the device in this round.
+struct Promotion {
+  int unit;
+  int slot;             // -1: the unit has no bytes
+  int not_before = -1;  // node of the device before which its copy must not begin; -1: none
+};
+
+// Ascending units. Copies run one after the other; one begins when the unit before it in its slot
+// was used.
+using Choice = std::vector<Promotion>;
+
+inline constexpr int kFlagFromHost = 0;    // value: segments that are over
+inline constexpr int kFlagFromDevice = 1;  // value: runs that are over
+
+struct BuiltRound {
+  Splits splits;
+  CommandList commands;  // empty: the host does everything
+  // Stamps of each run: before its first pull and after its last push; kNoStamp where it has none.
+  std::vector<int> begin_stamps, end_stamps;
+};
+
+// `place` has the session's caches and logits.
+BuiltRound build_round(const Plan& plan, const Residency& residency, const SessionPlace& place,
+                       int64_t num_tokens, int64_t num_logit_rows, const Choice& choice);
+
+// Every host unit that fits a slot, the slots in turn: what a round of many rows does.
+Choice streaming_choice(const Plan& plan, const Residency& residency);
+
+}  // namespace atsc
