@@ -109,10 +109,15 @@ def profiling_tables(
 def slot_bytes(costs: Sequence[UnitCost]) -> int:
     """Of all slots: each holds the largest unit that a prefill chunk streams.
 
-    The head runs for the wanted rows of logits alone, so that it never pays to stream it.
+    The head runs for the wanted rows of logits alone, so that it never pays to stream it; the
+    embedding never leaves the host.
     """
-    streamed = [c.num_bytes for c in costs if c.kind is Kind.WEIGHTS and c.part is not Part.HEAD]
-    return NUM_SLOTS * max(streamed, default=0)
+    return NUM_SLOTS * max((c.num_bytes for c in _streamable(costs)), default=0)
+
+
+def _streamable(costs: Sequence[UnitCost]) -> list[UnitCost]:
+    fixed = (Part.HEAD, Part.EMBEDDING)
+    return [c for c in costs if c.kind is Kind.WEIGHTS and c.part not in fixed]
 
 
 def stream_from_rows(costs: Sequence[UnitCost], chunk: int) -> int:
@@ -121,7 +126,7 @@ def stream_from_rows(costs: Sequence[UnitCost], chunk: int) -> int:
     A unit's time on the host is decode's for few rows and grows to that of a whole chunk; streamed,
     it takes its copy or its time on the GPU, whichever is longer. 0: never.
     """
-    units = [c for c in costs if c.kind is Kind.WEIGHTS and c.part is not Part.HEAD]
+    units = _streamable(costs)
     for rows in range(FEW_ROWS + 1, chunk + 1):
         share = rows / chunk
         on_host = sum(max(c.decode.cpu_ns, c.prefill.cpu_ns * share) for c in units)

@@ -91,9 +91,15 @@ def write_gpu_plan(
 ) -> plan.Manifest:
     """A plan for a target's GPU; for a CPU alone with `vram_bytes` None."""
     shape = shape or Shape()
+    manifest = write_plan(directory)
+    units, end = [], 0
+    for unit in units_of(shape):
+        units.append(dataclasses.replace(unit, offset=end))
+        end += -(-unit.bytes // plan.WEIGHTS_ALIGNMENT) * plan.WEIGHTS_ALIGNMENT
     manifest = dataclasses.replace(
-        write_plan(directory),
-        units=tuple(units_of(shape)),
+        manifest,
+        units=tuple(units),
+        files={**manifest.files, "weights.bin": plan.File(end, "0" * 64)},
         options=plan.Options(shape.context, shape.chunk, 4, 8, policy="cpu"),
     )
     if vram_bytes is not None:

@@ -87,6 +87,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     from atsc.compiler import plan
 
     manifest = plan.load(existing(args.plan, "plan folder", PlanError))
+    plan.check_content(manifest, args.plan)
     setting = _setting(args, manifest)
     document: dict[str, Any] = {
         "plan": str(args.plan),
