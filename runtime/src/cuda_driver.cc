@@ -119,16 +119,17 @@ Driver load_driver() {
 void initialise(const Driver& functions) {
   const Result result = functions.cuInit(0);
   int count = 0;
-  if (result == kNoDevice || (result == kSuccess && functions.cuDeviceGetCount(&count) == kSuccess &&
-                              count == 0)) {
+  if (result == kSuccess) functions.cuDeviceGetCount(&count);
+  if (result == kNoDevice || (result == kSuccess && count == 0)) {
     fail(ATSC_DEVICE_ERROR,
          "the NVIDIA driver finds no GPU (is one hidden by CUDA_VISIBLE_DEVICES?): run on the CPU");
   }
   if (result != kSuccess) {
     const char* name = nullptr;
     functions.cuGetErrorName(result, &name);
-    fail(ATSC_DEVICE_ERROR, "the NVIDIA driver does not start: error %d (%s); nvidia-smi may say why",
-         result, name ? name : "unknown");
+    fail(ATSC_DEVICE_ERROR,
+         "the NVIDIA driver does not start: error %d (%s); nvidia-smi may say why", result,
+         name ? name : "unknown");
   }
 }
 

@@ -1,6 +1,6 @@
-// The part of the CUDA driver API that device_cuda.cc uses, declared here and loaded from the driver
-// at run time. Types and functions are those of CUDA 12.0, which each later driver serves too;
-// tests/runtime/test_device_cuda_abi.py compares them with cuda.h where there is one.
+// The part of the CUDA driver API that device_cuda.cc uses, declared here and loaded from the
+// driver at run time. Types and functions are those of CUDA 12.0, which each later driver serves
+// too; tests/runtime/test_device_cuda_abi.py compares them with cuda.h where there is one.
 //
 // Names follow CUDA's, without the prefix CU.
 #pragma once
@@ -113,8 +113,8 @@ struct Driver {
   Result (*cuMemcpyHtoDAsync)(DevicePtr target, const void* source, size_t bytes, Stream stream);
   Result (*cuMemcpyDtoHAsync)(void* target, DevicePtr source, size_t bytes, Stream stream);
   Result (*cuMemsetD8Async)(DevicePtr target, unsigned char byte, size_t bytes, Stream stream);
-  Result (*cuModuleLoadDataEx)(Module* module, const void* image, unsigned num_options, int* options,
-                               void** values);
+  Result (*cuModuleLoadDataEx)(Module* module, const void* image, unsigned num_options,
+                               int* options, void** values);
   Result (*cuModuleUnload)(Module module);
   Result (*cuModuleGetFunction)(Function* function, Module module, const char* symbol);
   Result (*cuFuncSetAttribute)(Function function, int attribute, int value);
@@ -145,8 +145,8 @@ struct Driver {
   Result (*cuGraphLaunch)(GraphExec exec, Stream stream);
 };
 
-// The process's driver, loaded and initialised once; it stays loaded. Raises Failure: no driver, one
-// older than kApiVersion, or no GPU.
+// The process's driver, loaded and initialised once; it stays loaded. Raises Failure: no driver,
+// one older than kApiVersion, or no GPU.
 const Driver& driver();
 
 int driver_version();  // 13000: CUDA 13.0
@@ -154,8 +154,8 @@ int driver_version();  // 13000: CUDA 13.0
 // "CUDA_ERROR_X (what it means)".
 std::string describe(Result result);
 
-// Free memory of a GPU as the system's management library counts it, without a context; 0 if there is
-// no such library.
+// Free memory of a GPU as the system's management library counts it, without a context; 0 if there
+// is no such library.
 uint64_t free_bytes_without_context(const char* pci_bus_id);
 
 // The CUDA version whose driver compiles such PTX, 12080 for 12.8; 0 if it does not say.

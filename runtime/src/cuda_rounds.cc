@@ -140,7 +140,8 @@ void CudaRound::add_hand_offs(const Command& command, std::vector<Step>& steps) 
   auto* stamp = static_cast<long long*>(as_operand(stamp_address(command.stamp)));
   const uint64_t wide = (command.bytes + 15) / 16;
   const auto blocks = [&](unsigned threads) {
-    return static_cast<uint32_t>(std::clamp<uint64_t>((wide + threads - 1) / threads, 1, kMostBlocks));
+    const uint64_t enough = (wide + threads - 1) / threads;
+    return static_cast<uint32_t>(std::clamp<uint64_t>(enough, 1, kMostBlocks));
   };
   if (command.kind == Command::Kind::kTransfer) {
     payload.stamp_before = stamp;
@@ -265,7 +266,8 @@ cuda::GraphNode CudaGraph::add_node(cuda::Graph graph, Step& step, const Nodes& 
                                          context_.handle());
   } else {
     cuda::MemOp op{};
-    op.wait = {cuda::kOpWaitValue32, flag_address(step.flag), step.value, cuda::kWaitUntilReached, 0};
+    op.wait = {cuda::kOpWaitValue32, flag_address(step.flag), step.value, cuda::kWaitUntilReached,
+               0};
     const cuda::MemOpNodeParams wait = {context_.handle(), 1, &op, 0};
     result = driver.cuGraphAddBatchMemOpNode(&node, graph, after.data(), after.size(), &wait);
   }
@@ -285,8 +287,8 @@ void CudaGraph::instantiate(cuda::Graph graph) {
   bytes_ = taken;
 }
 
-// The same round by launches: each branch is a stream, a point is an event, and a wait for a flag is
-// one of the issuing thread, which goes on with the other branches meanwhile.
+// The same round by launches: each branch is a stream, a point is an event, and a wait for a flag
+// is one of the issuing thread, which goes on with the other branches meanwhile.
 class CudaLaunches final : public CudaRound {
  public:
   CudaLaunches(CudaDevice& device, const CommandList& list);
@@ -336,16 +338,17 @@ CudaLaunches::~CudaLaunches() {
 }
 
 bool CudaLaunches::done() {
+  // Asking a stream takes a lock that the issuing thread needs, and that one looks out for faults.
+  if (!was_issued_.load(std::memory_order_acquire)) return false;
+  if (!error_.empty()) fail(ATSC_DEVICE_ERROR, "%s", error_.c_str());
   const CudaContext::Current current(context_);
-  const bool was_issued = was_issued_.load(std::memory_order_acquire);
-  if (was_issued && !error_.empty()) fail(ATSC_DEVICE_ERROR, "%s", error_.c_str());
   bool all_idle = true;
   for (int branch = 0; branch < kNumBranches; ++branch) {
     if (!branches_[branch].empty()) {
       all_idle &= is_idle(gpu_.stream(static_cast<Branch>(branch)));
     }
   }
-  return was_issued && all_idle;
+  return all_idle;
 }
 
 void CudaLaunches::issue() {

@@ -13,11 +13,12 @@
 //   round->run(); ... round->await(...); round->raise(...); ... round->wait();
 //
 // Rounds. A list is recorded once and run many times: what changes from round to round lies in
-// memory that its commands read (begin a decode round with a `transfer` of RoundParams, token ids and
-// logit rows from mapped host memory into device memory). Only one executable runs at a time: `run`
-// after the `wait` of the one before. Swapping choices means: build the next on another thread,
-// run it at the next round boundary, then destroy the old one (destroying costs microseconds; both
-// count in the budget meanwhile). Ranges must outlive the executables that name them.
+// memory that its commands read (begin a decode round with a `transfer` of RoundParams, token ids
+// and logit rows from mapped host memory into device memory). Only one executable runs at a time:
+// `run` after the `wait` of the one before. Swapping choices means: build the next on another
+// thread, run it at the next round boundary, then destroy the old one (destroying costs
+// microseconds; both count in the budget meanwhile). Ranges must outlive the executables that name
+// them.
 //
 // Branches. Commands of one branch run in order. kCompute is the main one; the others run beside it
 // and begin when the round begins; `run` is over when all branches are. An order between branches
@@ -32,8 +33,8 @@
 // with the payload: what the host wrote before `raise` is seen by commands after the device's wait,
 // and what a `send` wrote is seen by the host after `await`.
 //
-// Hand-offs cross by copy kernels on mapped memory (zero-copy), never by the copy engines, so they do
-// not queue behind weights. On an H200 one costs 10.6 us there and back as part of a graph.
+// Hand-offs cross by copy kernels on mapped memory (zero-copy), never by the copy engines, so they
+// do not queue behind weights. On an H200 one costs 10.6 us there and back as part of a graph.
 //
 // Ending early. `release` (any thread) lets every wait of the device pass, now and for the rest of
 // the round, and makes every `await` return false; the device then runs through what is left on
@@ -48,9 +49,9 @@
 // Everything here raises Failure(ATSC_DEVICE_ERROR) with one line for a person.
 //
 // Stamps. A hand-off writes the device's clock where a list asks for it, at no cost that could be
-// measured: `send` after its payload, a transfer before its own. `stamp` alone is a kernel of its own
-// (about 2 us on the branch). They are read after `wait`; Device::clock_offset_ns() puts them on the
-// host's clock.
+// measured: `send` after its payload, a transfer before its own. `stamp` alone is a kernel of its
+// own (about 2 us on the branch). They are read after `wait`; Device::clock_offset_ns() puts them
+// on the host's clock.
 //
 // Threads. Device: allocate, pin, build and uploads from any thread. Executable: run, await, raise
 // and wait from the thread that runs the round; release from any.
@@ -76,7 +77,8 @@
 namespace atsc {
 
 // Where something lies as the device sees it: in its own memory or in mapped host memory. Sums stay
-// valid inside a range. Never dereferenced by the host: on the virtual device it is no valid pointer.
+// valid inside a range. Never dereferenced by the host: on the virtual device it is no valid
+// pointer.
 using DeviceAddress = uint64_t;
 
 inline void* as_operand(DeviceAddress address) { return reinterpret_cast<void*>(address); }
@@ -104,8 +106,8 @@ struct DeviceMemory {
 
 class Device;
 
-// Memory of the device; freed with the object. Aligned to 256 bytes. Not cleared: the virtual device
-// fills it with 0xFF (NaN as fp16, bf16 and fp32), so that a forgotten transfer shows.
+// Memory of the device; freed with the object. Aligned to 256 bytes. Not cleared: the virtual
+// device fills it with 0xFF (NaN as fp16, bf16 and fp32), so that a forgotten transfer shows.
 class DeviceRange {
  public:
   DeviceRange() = default;
@@ -199,8 +201,9 @@ struct Command {
   int point = 0;
 };
 
-// The commands of a round (or of a segment of one), in the order of recording. Plain data: recording
-// calls no device and copies its arguments. Raises Failure(ATSC_INTERNAL_ERROR) when misused.
+// The commands of a round (or of a segment of one), in the order of recording. Plain data:
+// recording calls no device and copies its arguments. Raises Failure(ATSC_INTERNAL_ERROR) when
+// misused.
 class CommandList {
  public:
   using Point = int;
@@ -208,12 +211,13 @@ class CommandList {
   // `shape` holds the rows that the grid is made for: at least those that RoundParams will say.
   void launch(Branch branch, KernelHandle kernel, const DeviceArgs& args, const LaunchShape& shape);
 
-  // By a copy engine: for weights and other large things. `source` should be pinned; a list with one
-  // that is not runs as launches, since a graph cannot hold such a copy.
+  // By a copy engine: for weights and other large things. `source` should be pinned; a list with
+  // one that is not runs as launches, since a graph cannot hold such a copy.
   void copy_to_device(Branch branch, DeviceAddress target, const void* source, uint64_t bytes);
   void copy_to_host(Branch branch, void* target, DeviceAddress source, uint64_t bytes);
 
-  // By a kernel, between device memory and mapped host memory in any direction; multiples of 4 bytes.
+  // By a kernel, between device memory and mapped host memory in any direction; multiples of 4
+  // bytes.
   void transfer(Branch branch, DeviceAddress target, DeviceAddress source, uint64_t bytes,
                 int stamp = kNoStamp);
 
@@ -314,8 +318,8 @@ class Executable {
 };
 
 // kGraph falls back to kLaunches where the device or the list does not allow a graph. A graph costs
-// 2 ms to build for 430 nodes and then 1 us a node; launches cost 3 us a node and no building, which
-// suits prefill chunks. Launches are issued by a thread of the device, so `run` never blocks.
+// 2 ms to build for 430 nodes and then 1 us a node; launches cost 3 us a node and no building,
+// which suits prefill chunks. Launches are issued by a thread of the device, so `run` never blocks.
 enum class BuildMode : uint8_t { kGraph, kLaunches };
 
 inline constexpr uint64_t kMaxPinnedBytes = uint64_t{1} << 30;  // of one request
@@ -338,8 +342,8 @@ class Device {
   // being a graph.
   std::optional<HostRange> pin(void* memory, uint64_t bytes);
 
-  // Pinned memory for hand-offs: zero at first, page-aligned, at most kMaxPinnedBytes. A refusal is a
-  // Failure, since nothing works without it.
+  // Pinned memory for hand-offs: zero at first, page-aligned, at most kMaxPinnedBytes. A refusal is
+  // a Failure, since nothing works without it.
   HostRange allocate_host(uint64_t bytes, const char* what);
 
   // Done when they return. Host memory of any kind.
@@ -360,12 +364,12 @@ class Device {
 
   virtual std::unique_ptr<Executable> build(const CommandList& list, BuildMode mode) = 0;
 
-  // Add to a stamp to get platform::now_ns() of the same moment; good to some microseconds. Measures
-  // anew with each call, while no round runs.
+  // Add to a stamp to get platform::now_ns() of the same moment; good to some microseconds.
+  // Measures anew with each call, while no round runs.
   virtual int64_t clock_offset_ns() = 0;
 
-  // Aborts with node and operand if a CPU kernel was handed a device address. Only the virtual device
-  // can tell for certain; free on the others.
+  // Aborts with node and operand if a CPU kernel was handed a device address. Only the virtual
+  // device can tell for certain; free on the others.
   virtual void check_host_args(const char* node, const KernelArgs& args) const {
     (void)node, (void)args;
   }

@@ -209,8 +209,8 @@ const ModuleEntry& choose_module(std::span<const ModuleEntry> modules, int index
   }
   if (best != nullptr) return *best;
   fail(ATSC_PLAN_ERROR,
-       "the plan's GPU code is for compute capability %s, this GPU has %d: compile the model on this "
-       "machine, or with a target that describes it",
+       "the plan's GPU code is for compute capability %s, this GPU has %d: compile the model on "
+       "this machine, or with a target that describes it",
        compiled.empty() ? "none" : compiled.c_str(), sm);
 }
 
@@ -243,8 +243,9 @@ void CudaDevice::load_module(const ModuleEntry& entry, const std::string& image)
   if (result == cuda::kUnsupportedPtxVersion || result == cuda::kJitCompilerNotFound) {
     const int needed = cuda::cuda_version_for_ptx(image), version = info_.driver_version;
     fail(ATSC_DEVICE_ERROR,
-         "%s has no binary for this GPU (compute capability %d), and its PTX needs a driver for CUDA "
-         "%d.%d; this one is for %d.%d: update the driver, or compile the model on this machine",
+         "%s is no binary for this GPU (compute capability %d), and its PTX needs a driver for "
+         "CUDA %d.%d; this one is for %d.%d: update the driver, or compile the model on this "
+         "machine",
          entry.file, info_.sm, needed / 1000, needed % 1000 / 10, version / 1000,
          version % 1000 / 10);
   }

@@ -234,8 +234,8 @@ class VirtualExecutable final : public Executable {
     return true;
   }
 
-  // After a release it would race with the host, as on a GPU, where nobody looks at the result; here
-  // ThreadSanitizer does.
+  // After a release it would race with the host, as on a GPU, where nobody looks at the result;
+  // here ThreadSanitizer does.
   void transfer(const Command& command) {
     if (!is_released()) gpu_.transfer(command);
   }

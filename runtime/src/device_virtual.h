@@ -2,10 +2,10 @@
 //
 // Its memory is an arena whose addresses are handles, no pointers: each use translates them and
 // aborts the process with one line (kernel and operand) if a host pointer, a freed range or an
-// address past its range's end got there; a CPU that reads through one crashes. Branches are threads,
-// copies take the time that the link's rate gives them, and a link carries one copy at a time.
-// Kernels are the plan's CPU kernels on one thread of their own; RoundParams are read when a kernel
-// starts, as on a GPU.
+// address past its range's end got there; a CPU that reads through one crashes. Branches are
+// threads, copies take the time that the link's rate gives them, and a link carries one copy at a
+// time. Kernels are the plan's CPU kernels on one thread of their own; RoundParams are read when a
+// kernel starts, as on a GPU.
 #pragma once
 
 #include <cstdint>
@@ -25,8 +25,8 @@ struct VirtualOptions {
   double link_bytes_per_s = 0;          // each direction; 0: as fast as memory. Half if not pinned
 };
 
-// Changes how fast the device is, from any thread and while rounds run. Times are of the wall clock:
-// a command that is done earlier waits.
+// Changes how fast the device is, from any thread and while rounds run. Times are of the wall
+// clock: a command that is done earlier waits.
 class VirtualControls {
  public:
   virtual ~VirtualControls() = default;

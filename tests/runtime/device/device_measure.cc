@@ -50,6 +50,8 @@ class Measurement {
     compare_graph_and_launches();
     measure_hand_offs();
     measure_copies();
+    measure_transfers();
+    measure_host_memory();
     measure_building();
   }
 
@@ -59,7 +61,8 @@ class Measurement {
   void print_device() const {
     const DeviceInfo& info = fixture_.device->info();
     const DeviceMemory memory = fixture_.device->memory();
-    std::printf("%s, sm_%d, %d SMs, driver %d, waits in graphs %d; context %.1f MiB, modules %.1f\n",
+    std::printf("%s, sm_%d, %d SMs, driver %d, waits in graphs %d; context %.1f MiB, modules "
+                "%.1f\n",
                 info.name.c_str(), info.sm, info.num_sms, info.driver_version,
                 info.has_stream_waits, static_cast<double>(memory.context) / (1 << 20),
                 static_cast<double>(memory.modules) / (1 << 20));
@@ -84,9 +87,10 @@ class Measurement {
         fixture_.launch(list, Branch::kCompute, slots_.address() + offset);
         freed[slot] = list.record(Branch::kCompute);
       }
-      const int stamp = shape.with_stamps ? static_cast<int>(2 * i) : kNoStamp;
-      list.send(Branch::kCompute, host, value, bytes, 0, i, stamp);
-      list.receive(Branch::kCompute, value, host, bytes, 1, i, shape.with_stamps ? stamp + 1 : stamp);
+      const int sent = shape.with_stamps ? static_cast<int>(2 * i) : kNoStamp;
+      const int received = shape.with_stamps ? sent + 1 : kNoStamp;
+      list.send(Branch::kCompute, host, value, bytes, 0, i, sent);
+      list.receive(Branch::kCompute, value, host, bytes, 1, i, received);
     }
     return list;
   }
@@ -150,10 +154,42 @@ class Measurement {
     std::printf("copies of 40 MiB alone: %.1f GB/s\n", rate(8, copies.median_us));
     const Shape shape{.between = kBetween, .weight_bytes = kWeightBytes};
     const Times both = time_hand_offs(shape, BuildMode::kGraph, 10);
-    std::printf("copies of 40 MiB beside 40 hand-offs and 240 kernels: %.1f GB/s, %.0f us a round\n",
+    std::printf("copies of 40 MiB beside 40 hand-offs, 240 kernels: %.1f GB/s, %.0f us a round\n",
                 rate(kCrossings / 2, both.median_us), both.median_us);
     const Times none = time_hand_offs({.between = kBetween}, BuildMode::kGraph, 20);
     std::printf("the same round without copies: %.0f us\n", none.median_us);
+  }
+
+  // The residual stream of a prefill chunk, by a kernel: 512 rows of 5120.
+  void measure_transfers() const {
+    constexpr uint64_t kBytes = 10 << 20;
+    const auto print = [&](const char* what, DeviceAddress target, DeviceAddress source) {
+      CommandList list;
+      list.send(Branch::kCompute, target, source, kBytes, 0, 1);
+      const auto executable = fixture_.device->build(list, BuildMode::kGraph);
+      const Times times = time_of(20, [&] {
+        executable->run();
+        EXPECT(executable->await(0, 1));
+        executable->wait();
+      });
+      std::printf("a transfer of 10 MiB %s: %.0f us, %.1f GB/s\n", what, times.median_us,
+                  static_cast<double>(kBytes) / times.median_us / 1e3);
+    };
+    print("to the device", slots_.address(), weights_.address());
+    print("to the host", weights_.address(), slots_.address());
+  }
+
+  void measure_host_memory() const {
+    constexpr uint64_t kBytes = kWeightBytes * 4;
+    const auto memory = platform::Mapping::anonymous(kBytes, true, "weights");
+    std::fill_n(memory.data(), kBytes, std::byte{1});
+    const Times upload =
+        time_of(5, [&] { fixture_.device->upload(slots_.address(), memory.data(), kBytes); });
+    std::printf("upload of memory that is not pinned: %.1f GB/s\n",
+                static_cast<double>(kBytes) / upload.median_us / 1e3);
+    const Times pin = time_of(5, [&] { EXPECT(fixture_.device->pin(memory.data(), kBytes)); });
+    std::printf("pinning and unpinning: %.1f ms a GiB\n",
+                pin.median_us / 1e3 * (1 << 30) / static_cast<double>(kBytes));
   }
 
   // Rounds while another thread builds the next, again and again.
@@ -176,8 +212,8 @@ class Measurement {
     stop.store(true);
     builder.join();
     std::ranges::sort(builds);
-    std::printf("%zu commands: built in %.0f us (median of %zu); rounds alone %.0f us (largest %.0f), "
-                "beside building %.0f us (largest %.0f)\n",
+    std::printf("%zu commands: built in %.0f us (median of %zu); rounds alone %.0f us (largest "
+                "%.0f), beside building %.0f us (largest %.0f)\n",
                 list.commands().size(), builds[builds.size() / 2], builds.size(), alone.median_us,
                 alone.largest_us, beside.median_us, beside.largest_us);
   }

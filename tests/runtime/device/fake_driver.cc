@@ -1,5 +1,5 @@
-// A libcuda.so.1 that is too old (FAKE_VERSION below 12000), or finds no GPU: every function that it
-// hands out fails as cuInit does then.
+// A libcuda.so.1 that is too old (FAKE_VERSION below 12000), or finds no GPU: every function that
+// it hands out fails as cuInit does then.
 #include <cstdint>
 
 extern "C" int cuDriverGetVersion(int* version) {

@@ -6,5 +6,6 @@ extern "C" __global__ void test_affine(atsc::DeviceArgs args) {
   const int row = blockIdx.x, i = threadIdx.x;
   if (row >= args.round->rows[args.rows_of]) return;
   const auto* x = static_cast<const unsigned*>(args.in[0]) + row * 256;
-  static_cast<unsigned*>(args.out[0])[row * 256 + i] = 3 * x[i] + static_cast<const unsigned*>(args.in[1])[i];
+  const auto* w = static_cast<const unsigned*>(args.in[1]);
+  static_cast<unsigned*>(args.out[0])[row * 256 + i] = 3 * x[i] + w[i];
 }
