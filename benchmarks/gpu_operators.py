@@ -1,6 +1,6 @@
 """Tests and times the CUDA kernels of attention and the row-wise operators on the first GPU.
 
-    python benchmarks/gpu_operators.py [--json FILE] [--only test|time]
+    python benchmarks/gpu_operators.py [--json FILE] [--only test|time] [--sweep]
 
 Shapes are those of Qwen3-14B (40 heads on 8 kv heads of 128), and of models with other head sizes.
 Caches rotate through more memory than the L2 cache holds; launches are replayed from a graph; a
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import sys
 import time
@@ -33,6 +34,7 @@ from cuda_runner import (  # noqa: E402
     Buffer,
     DeviceArgs,
     PreparedCuda,
+    call,
     device,
     failures_of,
     functions_of,
@@ -41,11 +43,11 @@ from cuda_runner import (  # noqa: E402
     prepare_cuda,
     scratch_of,
 )
-from gpu_kernels import ROTATED_BYTES, copy_rate, seconds_of  # noqa: E402
+from gpu_kernels import ROTATED_BYTES, seconds_of  # noqa: E402
 from kernel_runner import num_rows, type_of  # noqa: E402
 
-from atsc.codegen.cuda import SM_LEVELS, level_of  # noqa: E402
-from atsc.codegen.cuda_tiles import Gpu  # noqa: E402
+from atsc.codegen.cuda import has_cuda_template  # noqa: E402
+from atsc.codegen.cuda_tiles import Gpu, attention_prefill_tile  # noqa: E402
 from atsc.codegen.layout import part_chunks, value_bytes  # noqa: E402
 from atsc.compiler.ir import DType, Weight  # noqa: E402
 from atsc.compiler.ops import Sample, all_ops  # noqa: E402
@@ -141,6 +143,27 @@ def arguments(prepared: PreparedCuda, gpu: Gpu) -> tuple[list[DeviceArgs], list[
     return found, alive
 
 
+def variants(prepared: PreparedCuda, sweep: bool) -> Iterator[PreparedCuda]:
+    """The kernel with the chosen tile, and for a sweep with others worth a try."""
+    yield prepared
+    kernel, attrs = prepared.kernel, prepared.cpu.sample.attrs
+    tiles: list[dict[str, int]] = []
+    if kernel.template == "attention_decode" and attrs["head_size"] <= 128:
+        chosen = kernel.params["tile"]
+        tiles = [{"warps": w, "blocks": b * chosen["blocks"]} for w in (4, 8) for b in (1, 2)]
+    elif kernel.template == "attention_prefill" and attrs["head_size"] <= 128:
+        sizes = ((4, 2, 64, 2, 2), (4, 2, 64, 1, 2), (8, 2, 64, 2, 1), (4, 1, 64, 2, 2))
+        tiles = [attention_prefill_tile(int(attrs["head_size"]), *size) for size in sizes]
+        tiles.append({**tiles[0], "splits": 1})
+    for tile in tiles if sweep else ():
+        if tile == kernel.params["tile"]:
+            continue
+        params = {**kernel.params, "tile": tile}
+        digest = hashlib.sha256(json.dumps(params, sort_keys=True).encode()).hexdigest()[:8]
+        swept = dataclasses.replace(kernel, params=params, symbol=f"swept_{digest}")
+        yield dataclasses.replace(prepared, kernel=swept)
+
+
 def measure(case: Case, prepared: PreparedCuda, function: Any, gpu: Gpu) -> dict[str, Any]:
     op, sample = prepared.cpu.op, prepared.cpu.sample
     rows, attrs = num_rows(sample), op.complete(sample.attrs)
@@ -164,16 +187,28 @@ def measure(case: Case, prepared: PreparedCuda, function: Any, gpu: Gpu) -> dict
         operations = cost.flops * (total - (rows - 1) / 2) / total
     return {
         "case": case.name,
+        "tile": prepared.kernel.params["tile"],
         "us": seconds * 1e6,
         "gb_per_s": num_bytes / seconds * 1e-9,
         "tera_ops": operations / seconds * 1e-12,
     }
 
 
+def copy_rate() -> float:
+    """Bytes a second that a copy within the device reads and writes together."""
+    size = 1 << 30
+    source, target = Buffer(size).fill(1), Buffer(size)
+
+    def copy(stream: int) -> None:
+        call("cuMemcpyDtoDAsync", target.pointer, source.pointer, size, stream)
+
+    return 2 * size / seconds_of(copy, 1)
+
+
 def test_all(gpu: Gpu) -> list[str]:
     failures = []
     for op in all_ops().values():
-        if op.name == "linear" or not any(level_of(s, SM_LEVELS[-1]) for s in op.templates):
+        if op.name == "linear" or not has_cuda_template(op):
             continue
         began = time.perf_counter()
         found = failures_of(op, gpu)
@@ -182,17 +217,22 @@ def test_all(gpu: Gpu) -> list[str]:
     return failures
 
 
-def time_all(gpu: Gpu) -> list[dict[str, Any]]:
-    prepared = [(case, prepare_cuda(all_ops()[case.op], case.sample, gpu)) for case in cases()]
-    functions = functions_of((p.kernel for _, p in prepared if p), gpu)
+def time_all(gpu: Gpu, sweep: bool) -> list[dict[str, Any]]:
+    prepared = [
+        (case, variant)
+        for case in cases()
+        if (chosen := prepare_cuda(all_ops()[case.op], case.sample, gpu))
+        for variant in variants(chosen, sweep)
+    ]
+    functions = functions_of((p.kernel for _, p in prepared), gpu)
     rows = []
     for case, one in prepared:
-        assert one is not None
-        rows.append(measure(case, one, functions[one.kernel.symbol], gpu))
-        row = rows[-1]
+        row = measure(case, one, functions[one.kernel.symbol], gpu)
+        rows.append(row)
+        tile = {k: v for k, v in row["tile"].items() if k != "shared"} if sweep else ""
         print(
-            f"{row['case']:50} {row['us']:8.2f} us {row['gb_per_s']:6.0f} GB/s "
-            f"{row['tera_ops']:6.1f} Top/s",
+            f"{row['case']:46} {row['us']:8.2f} us {row['gb_per_s']:5.0f} GB/s "
+            f"{row['tera_ops']:6.1f} Top/s {tile}",
             flush=True,
         )
     return rows
@@ -202,6 +242,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     parser.add_argument("--only", choices=("test", "time"), help="do one of the two")
+    parser.add_argument("--sweep", action="store_true", help="try other tile sizes too")
     options = parser.parse_args()
     if missing := gpu_missing():
         print(f"gpu_operators: {missing}", file=sys.stderr)
@@ -212,7 +253,7 @@ def main() -> int:
             f"sm_{gpu.sm}, {gpu.num_sms} multiprocessors, copy {rate * 1e-9:.0f} GB/s", flush=True
         )
         failures = test_all(gpu) if options.only != "time" else []
-        rows = time_all(gpu) if options.only != "test" else []
+        rows = time_all(gpu, options.sweep) if options.only != "test" else []
     if options.json:
         options.json.write_text(json.dumps({"copy_bytes_per_s": rate, "rows": rows}, indent=1))
     print("\n".join([f"{len(failures)} failures", *failures[:40]]))

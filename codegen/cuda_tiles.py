@@ -154,21 +154,34 @@ def _attention_decode(params: Params, gpu: Gpu) -> Tile:
 
 
 def _attention_prefill(params: Params, gpu: Gpu) -> Tile:
-    """The largest tile that shared memory holds, twice where registers allow two blocks an SM."""
+    """The largest tile that shared memory holds, twice where registers allow two blocks."""
     size = params["attrs"]["head_size"]
-    pitch = -(-size // 16) * 16 + 8
-    shared = SHARED_BYTES.get(gpu.sm, SHARED_BYTES[89])
-    # Warps, tensor-core tiles of 16 queries a warp, tokens a step; registers hold 512 x 16 sums.
-    sizes = [(4, 2, 64), (4, 1, 64), (4, 1, 32)]
+    # Warps, tiles of 16 queries a warp, tokens, stages: sums need half the registers.
+    sizes = [(4, 2, 64, 2), (4, 2, 64, 1), (4, 1, 64, 1), (4, 1, 32, 1)]
     if size > 128:
-        sizes = [(8, 1, 64), (8, 1, 32), (4, 1, 32), (4, 1, 16)]
+        sizes = [(8, 1, 64, 2), (8, 1, 64, 1), (8, 1, 32, 1), (4, 1, 32, 1), (4, 1, 16, 1)]
     found = [
-        {"warps": warps, "tiles": tiles, "tokens": tokens, "shared": num_bytes, "resident": blocks}
+        attention_prefill_tile(size, *chosen, blocks)
         for blocks in ((2, 1) if size <= 128 else (1,))
-        for warps, tiles, tokens in sizes
-        if blocks * ((num_bytes := 2 * pitch * (16 * warps * tiles + 2 * tokens)) + 1024) <= shared
+        for chosen in sizes
     ]
-    return found[0]
+    return next(t for t in found if t["resident"] * (t["shared"] + 1024) <= _most_shared(gpu))
+
+
+def attention_prefill_tile(
+    size: int, warps: int, tiles: int, tokens: int, stages: int, resident: int
+) -> Tile:
+    """All sizes of an attention_prefill kernel, from those that can be chosen."""
+    pitch = -(-size // 16) * 16 + 8
+    return {
+        "warps": warps,
+        "tiles": tiles,
+        "tokens": tokens,
+        "stages": stages,
+        "shared": 2 * pitch * (16 * warps * tiles + 2 * stages * tokens),
+        "resident": resident,
+        "splits": 8,
+    }
 
 
 _TILES: Mapping[str, Callable[[Params, Gpu], Tile]] = {

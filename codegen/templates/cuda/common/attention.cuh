@@ -18,11 +18,12 @@ constexpr float kLog2E = 1.44269504f;
 constexpr float kNothing = -1e30f;  // a largest score before there is any; finite, so that no NaN arises
 
 // A head of a new token on its way: lane i of a warp holds elements i, i + 32, and so on.
-template <class Shape>
+template <class Shape, int kNorm>
 struct NewHead {
   static constexpr int kCount = (Shape::kSize + 31) / 32;
   static constexpr int kPairs = (Shape::kHalf + 31) / 32;
   float x[kCount];
+  float weight[kCount];  // of the norm: input kNorm, none below 0
   float cos[kPairs ? kPairs : 1], sin[kPairs ? kPairs : 1];
 
   // All loads; `at` is the token's position. Lanes beyond the head hold zeros.
@@ -30,7 +31,11 @@ struct NewHead {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      x[i] = lane + 32 * i < Shape::kSize ? head[lane + 32 * i] : 0.0f;
+      const int d = lane + 32 * i;
+      x[i] = d < Shape::kSize ? head[d] : 0.0f;
+      if constexpr (kNorm >= 0) {
+        weight[i] = d < Shape::kSize ? static_cast<const float*>(args.in[kNorm])[d] : 0.0f;
+      }
     }
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
@@ -42,19 +47,14 @@ struct NewHead {
   }
 
   // x / sqrt(mean(x^2) + eps) * weight, where there is a weight.
-  template <int kNorm>
-  __device__ void normalise(const DeviceArgs& args) {
+  __device__ void normalise() {
     if constexpr (kNorm >= 0) {
-      const auto* weight = static_cast<const float*>(args.in[kNorm]);
       float sum = 0.0f;
 #pragma unroll
       for (int i = 0; i < kCount; ++i) sum = fmaf(x[i], x[i], sum);
       const float inverse = 1.0f / sqrtf(sum_of_warp(sum) / Shape::kSize + Shape::kNormEps);
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        const int d = threadIdx.x % 32 + 32 * i;
-        if (d < Shape::kSize) x[i] *= inverse * weight[d];
-      }
+      for (int i = 0; i < kCount; ++i) x[i] *= inverse * weight[i];
     }
   }
 
@@ -91,10 +91,7 @@ struct NewHead {
     float largest = 0.0f;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) largest = fmaxf(largest, fabsf(x[i]));
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) {
-      largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, step));
-    }
+    largest = largest_of_warp(largest);
     int exponent = (__float_as_int(largest) >> 23) - 127 - 8;
     exponent = exponent < -100 ? -100 : exponent > 100 ? 100 : exponent;
     const float down = __int_as_float((127 - exponent) << 23);
@@ -136,14 +133,15 @@ struct Cache {
 // A new token of one kv head on its way into the cache, by a whole warp.
 template <class Shape>
 struct NewToken {
-  NewHead<Shape> key;
-  float value[NewHead<Shape>::kCount];
+  using Head = NewHead<Shape, Shape::kKNorm>;
+  Head key;
+  float value[Head::kCount];
 
   __device__ void load(const DeviceArgs& args, int row, int kv_head) {
     key.load(args, Shape::k_of(args, row) + kv_head * Shape::kSize, args.round->position + row);
     const float* source = Shape::v_of(args, row) + kv_head * Shape::kSize;
 #pragma unroll
-    for (int i = 0; i < NewHead<Shape>::kCount; ++i) {
+    for (int i = 0; i < Head::kCount; ++i) {
       const int d = threadIdx.x % 32 + 32 * i;
       value[i] = d < Shape::kSize ? source[d] : 0.0f;
     }
@@ -153,11 +151,11 @@ struct NewToken {
   __device__ void store(const DeviceArgs& args, int row, int kv_head, float* shared) {
     const Cache<Shape> cache(args, kv_head);
     const long long place = cache.place_of(static_cast<int>(args.round->position) + row);
-    key.template normalise<Shape::kKNorm>(args);
+    key.normalise();
     key.rotate(shared);
     key.store_halves(cache.keys + place);
 #pragma unroll
-    for (int i = 0; i < NewHead<Shape>::kCount; ++i) {
+    for (int i = 0; i < Head::kCount; ++i) {
       const int d = threadIdx.x % 32 + 32 * i;
       if (d < Shape::kSize) cache.values[place + d] = to_f16(value[i]);
     }

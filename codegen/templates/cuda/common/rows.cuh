@@ -1,9 +1,10 @@
-// Sums over a row by a whole block, and the output of a row that its threads hold.
+// Sums over a row by a whole block, and rows that a block's threads hold between them.
 //
-// A row lies across the block: thread t holds columns t, t + kThreads, and so on, so that a warp
-// holds whole Q8 blocks and its loads are whole lines.
+// Thread t holds the columns 4 t .. 4 t + 3, and so on kThreads fours further: loads are 16 bytes
+// wide where rows are aligned for it, and eight neighbouring lanes hold a Q8 block.
 #pragma once
 
+#include "numbers.cuh"
 #include "q8.cuh"
 
 namespace atsc {
@@ -13,6 +14,12 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 __device__ inline float sum_of_warp(float x) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(kAllLanes, x, step);
+  return x;
+}
+
+__device__ inline float largest_of_warp(float x) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, step));
   return x;
 }
 
@@ -29,43 +36,109 @@ __device__ inline float sum_of_block(float x, float* shared) {
   return sum_of_warp(lane < kWarps ? shared[lane] : 0.0f);
 }
 
-template <int kWidth, int kThreads>
-constexpr int columns_of_thread() {
-  return (kWidth + kThreads - 1) / kThreads;
-}
-
-// This thread's columns of a row, zeros behind its end.
-template <int kWidth, int kThreads>
-__device__ inline void load_columns(const float* row,
-                                    float (&x)[columns_of_thread<kWidth, kThreads>()]) {
+// Four floats of a block of 32 that eight neighbouring lanes hold, as Q8 block `index`; all lanes
+// of the warp call it, those with `wanted` store.
+__device__ inline void quantize_four(const float (&x)[4], const Q8View& q, long long index,
+                                     bool wanted) {
+  float largest = fmaxf(fmaxf(fabsf(x[0]), fabsf(x[1])), fmaxf(fabsf(x[2]), fabsf(x[3])));
 #pragma unroll
-  for (int i = 0; i < columns_of_thread<kWidth, kThreads>(); ++i) {
-    const int column = i * kThreads + threadIdx.x;
-    x[i] = column < kWidth ? row[column] : 0.0f;
+  for (int step = 1; step < 8; step *= 2) {
+    largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, step));
+  }
+  const float scale = largest / 127.0f;
+  // Of a block below 4e-37 the inverse would be infinite.
+  const float inverse = largest > 4e-37f ? 127.0f / largest : 0.0f;
+  u32 codes = 0;
+  int sum = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int code = __float2int_rn(x[i] * inverse);
+    codes |= (code & 255u) << (8 * i);
+    sum += code;
+  }
+#pragma unroll
+  for (int step = 1; step < 8; step *= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
+  if (!wanted) return;
+  const int lane = threadIdx.x % 8;
+  reinterpret_cast<u32*>(q.codes + index * kQ8Block)[lane] = codes;
+  if (lane == 0) {
+    q.scales[index] = scale;
+    q.scaled_sums[index] = scale * static_cast<float>(sum);
+    q.sums[index] = sum;
   }
 }
 
-template <int kWidth, int kThreads>
-__device__ inline void store_columns(const float (&y)[columns_of_thread<kWidth, kThreads>()],
-                                     float* row) {
+// Columns first .. first + 3 of a row of kWidth, zeros behind its end.
+template <int kWidth>
+__device__ inline void load_four(const float* row, int first, float (&x)[4]) {
+  if constexpr (kWidth % 4 == 0) {
+    float4 four = {0.0f, 0.0f, 0.0f, 0.0f};
+    if (first < kWidth) four = *reinterpret_cast<const float4*>(row + first);
+    x[0] = four.x;
+    x[1] = four.y;
+    x[2] = four.z;
+    x[3] = four.w;
+  } else {
 #pragma unroll
-  for (int i = 0; i < columns_of_thread<kWidth, kThreads>(); ++i) {
-    const int column = i * kThreads + threadIdx.x;
-    if (column < kWidth) row[column] = y[i];
+    for (int i = 0; i < 4; ++i) x[i] = first + i < kWidth ? row[first + i] : 0.0f;
   }
 }
 
-// The same as a row of a Q8 value; y is zero behind the row's end.
+// What a thread holds of a row of kWidth.
 template <int kWidth, int kThreads>
-__device__ inline void quantize_columns(const float (&y)[columns_of_thread<kWidth, kThreads>()],
-                                        void* value, int row, int rows) {
-  const Q8View q = q8_view(value, rows, kWidth);
+struct RowShare {
+  static constexpr int kCount = ((kWidth + 3) / 4 + kThreads - 1) / kThreads;  // fours
+  float x[kCount][4];
+
+  static __device__ int column(int i) { return 4 * (i * kThreads + threadIdx.x); }
+
+  __device__ void load(const float* row) {
 #pragma unroll
-  for (int i = 0; i < columns_of_thread<kWidth, kThreads>(); ++i) {
-    const int block = (i * kThreads + threadIdx.x) / kQ8Block;
-    if (block * kQ8Block >= kWidth) break;
-    quantize_block(y[i], q, static_cast<long long>(block) * rows + row);
+    for (int i = 0; i < kCount; ++i) load_four<kWidth>(row, column(i), x[i]);
   }
-}
+
+  __device__ void store(float* row) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int first = column(i);
+      if constexpr (kWidth % 4 == 0) {
+        const float4 four = {x[i][0], x[i][1], x[i][2], x[i][3]};
+        if (first < kWidth) *reinterpret_cast<float4*>(row + first) = four;
+      } else {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          if (first + j < kWidth) row[first + j] = x[i][j];
+        }
+      }
+    }
+  }
+
+  // As a row of a Q8 value; x is zero behind the row's end.
+  __device__ void quantize(void* value, int row, int rows) const {
+    const Q8View q = q8_view(value, rows, kWidth);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int block = column(i) / kQ8Block;
+      quantize_four(x[i], q, static_cast<long long>(block) * rows + row, block * kQ8Block < kWidth);
+    }
+  }
+
+  __device__ float sum() const {
+    float total = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) total += (x[i][0] + x[i][1]) + (x[i][2] + x[i][3]);
+    return total;
+  }
+
+  __device__ float sum_of_squares() const {
+    float total = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) total = fmaf(x[i][j], x[i][j], total);
+    }
+    return total;
+  }
+};
 
 }  // namespace atsc

@@ -11,17 +11,25 @@ __device__ inline void* behind_counters(void* scratch) {
   return static_cast<char*>(scratch) + kCounterBytes;
 }
 
+// Adds one, returns what was there before: what this thread knows of is seen by whoever adds later.
+__device__ inline int count_up(int* counter) {
+  int before;
+  asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;"
+               : "=r"(before)
+               : "l"(counter)
+               : "memory");
+  return before;
+}
+
 // Called by all threads of a block when it has written its share: true in the last of `blocks`, which
 // then sees what the others wrote, and finds the counter at zero again.
 __device__ inline bool finished_last(void* scratch, int counter, int blocks) {
   __shared__ bool last;
-  __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
     int* count = static_cast<int*>(scratch) + counter;
-    last = atomicAdd(count, 1) == blocks - 1;
+    last = count_up(count) == blocks - 1;
     if (last) *count = 0;
-    __threadfence();
   }
   __syncthreads();
   return last;
