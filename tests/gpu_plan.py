@@ -100,6 +100,7 @@ def write_gpu_plan(
         manifest,
         units=tuple(units),
         files={**manifest.files, "weights.bin": plan.File(end, "0" * 64)},
+        memory=plan.Memory(end, 4 * shape.kv_width * shape.context * shape.layers, MIB, MIB),
         options=plan.Options(shape.context, shape.chunk, 4, 8, policy="cpu"),
     )
     if vram_bytes is not None:

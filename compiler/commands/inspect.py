@@ -1,19 +1,23 @@
-"""`atsc inspect`: what a plan holds: its units, and the memory that it will take."""
+"""`atsc inspect`: what a plan holds: where its units live, the memory that it takes, its rungs.
+
+--html writes a page with a map of the units, the memory, and the timeline of a round.
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atsc.compiler.commands.console import Console, NotYet, existing, format_size, table
-from atsc.compiler.errors import PlanError
+from atsc.compiler.commands.console import Console, existing, format_size, table
+from atsc.compiler.errors import PlanError, UsageError
 
 if TYPE_CHECKING:
-    from atsc.compiler.plan import Manifest, Unit
+    from atsc.compiler.commands.memory_table import Region
+    from atsc.compiler.plan import Device, Manifest, Unit
 
 
 def add(parsers: Any) -> argparse.ArgumentParser:
@@ -23,32 +27,61 @@ def add(parsers: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("plan", type=Path, metavar="PLAN")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.add_argument("--html", action=NotYet, instead="use --json")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page to look at")
     return parser
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Do it."""
     from atsc.compiler import plan
+    from atsc.compiler.commands.memory_table import host_regions, vram_regions
 
     manifest = plan.load(existing(args.plan, "plan folder", PlanError))
+    plan.check_content(manifest, args.plan)
     document = dataclasses.asdict(manifest)
     document["memory"]["peak_bytes"] = manifest.memory.peak_bytes
-    console.result(document, _text(manifest, args.plan))
+    for name, regions in (("vram", vram_regions(manifest)), ("host", host_regions(manifest))):
+        document[f"{name}_regions"] = [dataclasses.asdict(region) for region in regions]
+    text = _text(manifest, args.plan)
+    if args.html:
+        _write_page(manifest, args.plan, args.html)
+        text = str(args.html)
+    console.result(document, text)
     return 0
 
 
+def _write_page(manifest: Manifest, path: Path, output: Path) -> None:
+    from atsc.compiler.commands.inspect_page import page
+
+    content = page(manifest, path)
+    try:
+        output.write_text(content, "utf-8")
+    except OSError as error:
+        raise UsageError(f"--html {output}: {error.strerror}; choose another file") from None
+
+
 def _text(manifest: Manifest, path: Path) -> str:
-    options, model = manifest.options, manifest.model
-    head = [
+    from atsc.compiler.commands.memory_table import host_regions, vram_regions
+
+    options, model, device = manifest.options, manifest.model, manifest.device
+    parts = [
         f"{path}: {model.name}, vocabulary {model.vocab_size}, "
-        f"context {options.ctx} of {model.model_context_length}, chunks of {options.chunk}",
+        f"context {options.ctx} of {model.model_context_length}, chunks of {options.chunk}\n"
         f"plan {manifest.plan_id}, atsc {manifest.atsc_version}, "
-        f"{manifest.platform}, {manifest.isa} or higher",
+        f"{manifest.platform}, {manifest.isa} or higher"
     ]
-    if manifest.measured:
-        head.append("measured: " + ", ".join(f"{k} {v}" for k, v in manifest.measured.items()))
-    return "\n".join([*head, "", _units(manifest.units), "", _memory(manifest)])
+    plain = [f"{k} {v}" for k, v in manifest.measured.items() if not isinstance(v, dict)]
+    if plain:
+        parts[0] += "\nmeasured: " + ", ".join(plain)
+    parts.append(_units(manifest.units))
+    if any(unit.cost for unit in manifest.units):
+        parts.append(_summary(manifest.units))
+    if device:
+        parts += [_memory("VRAM", vram_regions(manifest), device.budget_bytes), _rungs(device)]
+    parts.append(_memory("host memory", host_regions(manifest)))
+    if device:
+        parts.append(_speed(device, options.chunk))
+    return "\n\n".join(parts)
 
 
 def _units(units: Iterable[Unit]) -> str:
@@ -61,20 +94,70 @@ def _units(units: Iterable[Unit]) -> str:
     by_place = sorted(units, key=lambda unit: unit.residency)
     for residency, group in groupby(by_place, key=lambda unit: unit.residency):
         members = list(group)
-        total = format_size(sum(unit.bytes for unit in members))
-        rows.append([f"{len(members)} units", "", "", total, residency])
+        size = format_size(sum(unit.bytes for unit in members))
+        rows.append([f"{len(members)} units", "", "", size, residency])
     return table(rows, right=(3,))
 
 
-def _memory(manifest: Manifest) -> str:
-    memory = manifest.memory
-    sessions = manifest.options.sessions
-    rows = [
-        ["memory, predicted", "size"],
-        ["weights", format_size(memory.weights_bytes)],
-        [f"KV cache, {sessions} x {manifest.options.ctx} tokens", format_size(memory.kv_bytes)],
-        ["activations", format_size(memory.arena_bytes)],
-        ["logits", format_size(memory.logits_bytes)],
-        ["peak", format_size(memory.peak_bytes)],
-    ]
-    return table(rows, right=(1,))
+def _summary(units: Iterable[Unit]) -> str:
+    """How many units of each kind live where, KV caches with their size in VRAM."""
+    sums: dict[str, dict[str, tuple[int, int]]] = {}
+    for unit in units:
+        if unit.cost:
+            role = unit.cost.kind if unit.cost.kind == "kv cache" else unit.cost.part
+            count, size = sums.setdefault(role, {}).get(unit.residency, (0, 0))
+            sums[role][unit.residency] = (count + 1, size + unit.cost.device_bytes)
+    places = [p for p in ("vram", "ram", "disk") if any(p in found for found in sums.values())]
+    rows = [["placement", *places]]
+    for role, found in sums.items():
+        cells = [found.get(place, (0, 0)) for place in places]
+        rows.append([role, *(f"{n} units, {format_size(size)}" if n else "-" for n, size in cells)])
+    return table(rows)
+
+
+def _memory(what: str, regions: Sequence[Region], budget_bytes: int | None = None) -> str:
+    """Predicted bytes a region, and measured ones where plan.json has them."""
+    from atsc.compiler.commands.memory_table import total
+
+    together = total(regions)
+    measured = any(region.measured_bytes is not None for region in regions)
+    rows = [[what, "predicted", *(["measured"] if measured else [])]]
+    for region in (*regions, together):
+        row = [region.name, format_size(region.predicted_bytes)]
+        if measured:
+            found = region.measured_bytes
+            row.append("-" if found is None else format_size(found))
+        rows.append(row)
+    if budget_bytes is not None:
+        rows.append(["budget", format_size(budget_bytes), *([""] if measured else [])])
+    return table(rows, right=(1, 2))
+
+
+def _rungs(device: Device) -> str:
+    """What the plan does with less VRAM."""
+    rows = [["VRAM", "units there", "slots", "decode", "prefill round"]]
+    for rung in device.rungs:
+        rows.append(
+            [
+                format_size(rung.required_bytes),
+                str(rung.on_device.count("1")),
+                format_size(rung.slot_bytes),
+                f"{rung.decode_ns / 1e6:.2f} ms",
+                f"{rung.prefill_ns / 1e6:.2f} ms",
+            ]
+        )
+    return table(rows, right=range(5))
+
+
+def _speed(device: Device, chunk: int) -> str:
+    last = device.rungs[-1]
+    decode, prefill = 1e9 / max(last.decode_ns, 1), chunk * 1e9 / max(last.prefill_ns, 1)
+    streams = (
+        f"rounds of {device.stream_from_rows} tokens and more stream weights"
+        if device.stream_from_rows
+        else "no weights are streamed"
+    )
+    return (
+        f"predicted on {device.model}: decode {decode:.1f} tok/s, prefill {prefill:.1f} tok/s; "
+        f"{streams}"
+    )

@@ -93,7 +93,6 @@ def test_flags_of_features_to_come_are_refused_by_name(atsc: Atsc, flag: str) ->
 
 def test_more_flags_to_come(atsc: Atsc) -> None:
     assert "--trace is not supported yet" in one_line(atsc("run", "p", "--trace", "f"), 2)
-    assert "--html is not supported yet" in one_line(atsc("inspect", "p", "--html", "f"), 2)
 
 
 def test_help_and_version(atsc: Atsc) -> None:
