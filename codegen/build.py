@@ -11,7 +11,14 @@ from atsc.codegen.cpu import Kernel, Operand, kernels_of, translation_units
 from atsc.codegen.layout import StoredWeight
 from atsc.codegen.storage import Storage
 from atsc.codegen.tables import NodeKernels
-from atsc.codegen.toolchain import RUNTIME_SOURCES, Unit, compile_units, link_library
+from atsc.codegen.toolchain import (
+    RUNTIME_SOURCES,
+    Compiler,
+    Unit,
+    compile_units,
+    find_compiler,
+    link_library,
+)
 from atsc.compiler.ir import Graph, Node
 from atsc.compiler.ops import op_of
 
@@ -26,6 +33,8 @@ class Generated:
 
     of_nodes: tuple[NodeKernels, ...]
     objects: tuple[Path, ...]
+    compiler: Compiler
+    """What compiled them, and compiles the rest."""
 
     def kernels(self) -> list[Kernel]:
         """Each kernel once, in a stable order."""
@@ -36,12 +45,25 @@ class Generated:
         return json.dumps([*(k.symbol for k in self.kernels()), *(o.name for o in self.objects)])
 
 
-def generate(graph: Graph, storage: Storage, progress: Progress | None = None) -> Generated:
+def generate(
+    graph: Graph,
+    storage: Storage,
+    progress: Progress | None = None,
+    toolchain: str | None = None,
+) -> Generated:
     """Choose, render and compile the kernels of all nodes, and the runtime.
 
+    Args:
+        graph: the model.
+        storage: where its weights lie.
+        progress: told of what is compiled.
+        toolchain: as `find_compiler` takes it.
+
     Raises:
-        CodegenError: a template or the compiler fails.
+        CodegenError: a template or the compiler fails, or there is no compiler.
+        UsageError: no such toolchain.
     """
+    compiler = find_compiler(toolchain)
     stored = storage.stored()
     of_nodes = tuple(_kernels_of_node(graph, node, stored) for node in graph.nodes)
     units = [*translation_units(_distinct(of_nodes)), *_runtime_units()]
@@ -50,7 +72,7 @@ def generate(graph: Graph, storage: Storage, progress: Progress | None = None) -
         if progress:
             progress("compiling kernels", done, total)
 
-    return Generated(of_nodes, tuple(compile_units(units, compiled)))
+    return Generated(of_nodes, tuple(compile_units(units, compiled, compiler)), compiler)
 
 
 def build_library(generated: Generated, tables: str, output: Path) -> Path:
@@ -59,10 +81,10 @@ def build_library(generated: Generated, tables: str, output: Path) -> Path:
     Raises:
         CodegenError: the compiler or the linker fails.
     """
-    objects = compile_units([Unit("tables", tables, RUNTIME_FLAGS)])
-    link_library(
-        [*generated.objects, *objects], output, (f"-Wl,--version-script={VERSION_SCRIPT}",)
-    )
+    compiler = generated.compiler
+    objects = compile_units([Unit("tables", tables, RUNTIME_FLAGS)], compiler=compiler)
+    exports = f"-Wl,--version-script={VERSION_SCRIPT}"
+    link_library([*generated.objects, *objects], output, (exports,), compiler)
     return output
 
 

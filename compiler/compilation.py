@@ -42,6 +42,8 @@ class CompileOptions:
     prompt_share: float = 0.0
     """The share of all tokens that are prompt: how much prefill counts in placement."""
     sessions: int = 1
+    toolchain: str | None = None
+    """`system` or `zig`; by default the system's compiler, or zig where there is none."""
     stop_after: str | None = None
 
 

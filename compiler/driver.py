@@ -18,6 +18,7 @@ from atsc.codegen.device_tables import DeviceTables
 from atsc.codegen.layout import value_bytes
 from atsc.codegen.package import check_output
 from atsc.codegen.storage import lay_out, store_weights
+from atsc.codegen.toolchain import find_compiler
 from atsc.compiler.compilation import Code, Compilation, CompileOptions, Partition
 from atsc.compiler.errors import UsageError
 from atsc.compiler.importers.onnx import import_onnx
@@ -125,7 +126,7 @@ def _compile(options: CompileOptions, output: Path, stages: _Stages) -> Path:
     parts = stages.run("partition", lambda: _partition(graph))
     limits = _round_limits(graph, min(options.chunk, context))
     allocation = stages.run("allocate", lambda: _allocate(graph, parts.schedule, limits))
-    generated = stages.run("generate", lambda: _generate(graph, parts, target, stages))
+    generated = stages.run("generate", lambda: _generate(options, graph, parts, target, stages))
     built = Compilation(options, target, graph, context, parts, limits, allocation, generated)
     if not target.gpu:
         return stages.run(
@@ -165,6 +166,8 @@ def _target_of(options: CompileOptions) -> Target:
 def _check_options(options: CompileOptions) -> None:
     if options.stop_after is not None and options.stop_after not in STAGES:
         raise UsageError(f"--stop-after {options.stop_after}: stages are {', '.join(STAGES)}")
+    if options.stop_after not in STAGES[: STAGES.index("generate")]:
+        find_compiler(options.toolchain)  # before any long work
     if options.chunk < 1:
         raise UsageError(f"--chunk {options.chunk}: must be at least 1")
     if options.ctx is not None and options.ctx < 1:
@@ -201,8 +204,10 @@ def _allocate(graph: Graph, schedule: Schedule, limits: RoundLimits) -> Allocati
     return allocation
 
 
-def _generate(graph: Graph, parts: Partition, target: Target, stages: _Stages) -> Code:
-    cpu = generate(graph, parts.storage, stages.progress)
+def _generate(
+    options: CompileOptions, graph: Graph, parts: Partition, target: Target, stages: _Stages
+) -> Code:
+    cpu = generate(graph, parts.storage, stages.progress, options.toolchain)
     if target.gpu != "cuda":
         return Code(cpu, None)
     return Code(cpu, generate_device(graph, parts.storage, Gpu(target.sm, target.num_sms)))

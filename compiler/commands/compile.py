@@ -17,7 +17,7 @@ from atsc.compiler.commands.console import (
     format_size,
     parse_size,
 )
-from atsc.compiler.errors import ModelError, UsageError
+from atsc.compiler.errors import CodegenError, ModelError, UsageError
 
 if TYPE_CHECKING:
     from atsc.compiler.plan import Manifest
@@ -62,6 +62,12 @@ def add(parsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--prompt-share", type=float, metavar="SHARE", help="of all tokens, for placement (0)"
     )
+    parser.add_argument(
+        "--toolchain",
+        choices=("system", "zig"),
+        help="zig: the same library on any machine, for glibc 2.28 and later "
+        "(default: the system's compiler, or zig where there is none)",
+    )
     parser.add_argument("--dump", type=Path, metavar="DIR", help="write every stage's artefact")
     parser.add_argument("--stop-after", metavar="STAGE", help="end after a stage")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
@@ -92,6 +98,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         "vram_bytes": args.vram,
         "headroom_bytes": args.headroom,
         "prompt_share": args.prompt_share,
+        "toolchain": args.toolchain,
         "stop_after": args.stop_after,
         "output": args.output,
     }
@@ -100,6 +107,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
         target=args.target,
         **{key: value for key, value in given.items() if value is not None},
     )
+    if args.toolchain is None:
+        _say_toolchain(console)
     watcher = Watcher(console, args.dump)
     begin = time.monotonic()
     output = compile_model(options, watcher)
@@ -152,6 +161,21 @@ def _check_target(spec: str) -> None:
         raise UsageError(
             f"--target {spec}: its CPU is {target.isa}, and kernels need x86-64-v3 (AVX2); "
             "choose another target"
+        )
+
+
+def _say_toolchain(console: Console) -> None:
+    """Zig takes the place of a compiler that is not there, but not silently."""
+    from atsc.codegen.toolchain import find_compiler
+
+    try:
+        compiler = find_compiler()
+    except CodegenError:
+        return  # compile_model says what to do, if it comes to needing one
+    if compiler.kind == "zig":
+        console.note(
+            f"no compiler on this system: building with {compiler.version} "
+            "(its first build takes a minute longer)"
         )
 
 
