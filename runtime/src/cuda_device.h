@@ -86,7 +86,7 @@ class CudaDevice final : public Device {
   using Device::pieces_of;
   using Device::Piece;
   uint64_t free_bytes() const;
-  void charge_executable(uint64_t bytes) { charge(Use::kExecutables, bytes, "a round's graph"); }
+  void charge_executable(uint64_t bytes) { charge(Use::kExecutables, bytes, "rounds"); }
   void refund_executable(uint64_t bytes) { refund(Use::kExecutables, bytes); }
 
  private:

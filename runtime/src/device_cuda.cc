@@ -222,6 +222,7 @@ void CudaDevice::load_modules(std::span<const ModuleEntry> modules,
   for (int index = 0; index < count; ++index) {
     const ModuleEntry& entry = choose_module(modules, index, info_.sm);
     load_module(entry, read(entry.file));
+    if (hand_off_ != nullptr) continue;
     cuda::Function found = nullptr;
     const cuda::Result result =
         context_.driver().cuModuleGetFunction(&found, modules_.back(), "atsc_hand_off");

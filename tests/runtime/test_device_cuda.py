@@ -67,8 +67,8 @@ def test_declarations_agree_with_cuda_h() -> None:
     nvcc = shutil.which("nvcc")
     folders = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "include"]
     if nvcc:
-        shown = run_program(nvcc, "--dryrun", "-E", "-x", "cu", os.devnull).stderr
-        tops = [line.split("TOP=")[1] for line in shown.splitlines() if "TOP=" in line]
+        lines = run_program(nvcc, "--dryrun", "-E", "-x", "cu", os.devnull).stderr.splitlines()
+        tops = [line.split("TOP=")[1] for line in lines if "TOP=" in line]
         folders += [Path(top) / "include" for top in tops]
     found = [folder for folder in folders if (folder / "cuda.h").is_file()]
     if not found:

@@ -288,6 +288,10 @@ void test_budget(const Options& options, int) {
     EXPECT(std::ranges::all_of(words, [](uint32_t word) { return word == 0xFFFFFFFF; }));
     // Freed memory is whole again.
     for (int i = 0; i < 3; ++i) device.allocate(device.memory().left - 4096, "all of it");
+    VirtualOptions small = {.budget_bytes = 2 << 20, .context_bytes = 1 << 20};
+    EXPECT(open_virtual_device(small)->memory().left == 1 << 20);
+    small.context_bytes = 3 << 20;
+    EXPECT(contains(failure_of([&] { open_virtual_device(small); }), "the driver's own data"));
   }
 }
 
