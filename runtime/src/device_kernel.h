@@ -1,6 +1,8 @@
 // What a CUDA kernel and the runtime agree on; included by both, so it needs no header.
 // A kernel is `extern "C" __global__ void symbol(atsc::DeviceArgs args)`. Everything that changes
 // from round to round is read from device memory, so that a captured graph serves every step.
+// A launch counts on as many rows as its grid was computed for, never on 0; shared memory beyond
+// 48 KiB must be allowed by an attribute of the function.
 #pragma once
 
 namespace atsc {

@@ -1,7 +1,7 @@
 // Enough of CUDA C++ to run a kernel's blocks one after another on a CPU, each thread as a fiber.
 //
-// A fiber runs until it must wait for others: at a barrier, or where lanes read one another's values.
-// Warps advance in an order that changes from barrier to barrier, so that kernels cannot lean on one.
+// A fiber runs until it must wait for others: at a barrier, or where lanes read one another's
+// values. Warps advance in an order that changes all the time, so that kernels cannot lean on one.
 #pragma once
 
 #include <setjmp.h>
@@ -88,6 +88,7 @@ struct Block {
 };
 
 inline Block block;
+inline Index3 grid;
 inline unsigned char dynamic_shared[256 << 10] __attribute__((aligned(128)));
 
 inline int lane() { return block.current->thread.x % 32; }
@@ -177,6 +178,7 @@ inline void run_block(Index3 index, int num_threads) {
 
 #define threadIdx (::atsc::block.current->thread)
 #define blockIdx (::atsc::block.index)
+#define gridDim (::atsc::grid)
 
 inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
 inline float __uint_as_float(unsigned x) { return std::bit_cast<float>(x); }

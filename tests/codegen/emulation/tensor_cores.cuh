@@ -1,5 +1,5 @@
-// common/tensor_cores.cuh in plain C++: each lane of a warp lays its fragments open and reads those of
-// the others. Asynchronous copies happen as late as they may, so that a missing wait shows.
+// common/tensor_cores.cuh in plain C++: each lane of a warp lays its fragments open and reads those
+// of the others. Asynchronous copies happen as late as they may, so that a missing wait shows.
 #pragma once
 
 #include "ptx.cuh"
@@ -14,7 +14,9 @@ struct Fragments {
   u32 a[4], b[2];
 };
 
-inline int products_of_bytes(u32 a, u32 b) { return __dp4a(static_cast<int>(a), static_cast<int>(b), 0); }
+inline int products_of_bytes(u32 a, u32 b) {
+  return __dp4a(static_cast<int>(a), static_cast<int>(b), 0);
+}
 
 // Sums of one fragment: `dot` adds the products of lane 4 row + q of A and lane 4 column + q of B.
 template <class Number, class Dot>
@@ -68,8 +70,8 @@ inline void load_matrices(u32 (&a)[4], const void* row) {
 template <int kBytes>
 inline void copy_async(void* to, const void* from, bool wanted) {
   static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16);
-  if (reinterpret_cast<std::uintptr_t>(to) % kBytes) fail("an asynchronous copy to a crooked address");
-  if (wanted && reinterpret_cast<std::uintptr_t>(from) % kBytes) fail("... from a crooked address");
+  const auto address = std::bit_cast<std::uintptr_t>(to) | std::bit_cast<std::uintptr_t>(from);
+  if (address % kBytes) fail("an asynchronous copy from or to an unaligned address");
   copies().open.push_back({to, from, kBytes, wanted});
 }
 

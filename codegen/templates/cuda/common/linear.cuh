@@ -1,7 +1,7 @@
 // What the CUDA linear kernels share: the layer's sizes, and the epilogue.
 //
-// A kernel describes its layer by a struct of constants that linear_layer.cuh.j2 writes; weights lie
-// in tiles of 8 outputs as codegen/layout.py has them.
+// A kernel describes its layer by a struct of constants that linear_layer.cuh.j2 writes; weights
+// lie in tiles of 8 outputs as codegen/layout.py has them.
 #pragma once
 
 #include "activations.cuh"

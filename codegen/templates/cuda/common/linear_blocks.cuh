@@ -1,5 +1,5 @@
-// Linear layers with int4 and int8 weights on int8 tensor cores: exact integer products of a slab of
-// 32 K, scaled into float sums.
+// Linear layers with int4 and int8 weights on int8 tensor cores: exact integer products of a slab
+// of 32 K, scaled into float sums.
 //
 // int4: `code - 8` as the high half of a byte is 16 (code - 8), which the factor of x takes back.
 // int8: codes are stored as code - 128.
@@ -87,8 +87,8 @@ __device__ inline float join_terms(const int (&d)[kTerms]) {
   return sum;
 }
 
-// The same times the weight's scale. Of an f16 scale, 1.5 * 2^23 times it is exact, and one operation
-// takes the start off and multiplies.
+// The same times the weight's scale. Of an f16 scale, 1.5 * 2^23 times it is exact, and one
+// operation takes the start off and multiplies.
 template <class Layer, int kTerms>
 __device__ inline float scaled_terms(const int (&d)[kTerms], float scale) {
   if constexpr (kTerms == 1 && Layer::kScales == Number::f16) {

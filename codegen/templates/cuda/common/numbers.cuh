@@ -5,7 +5,9 @@
 
 namespace atsc {
 
-__device__ inline float from_bf16(u16 bits) { return __uint_as_float(static_cast<u32>(bits) << 16); }
+__device__ inline float from_bf16(u16 bits) {
+  return __uint_as_float(static_cast<u32>(bits) << 16);
+}
 
 // To nearest, ties to even; NaN stays NaN.
 __device__ inline u16 to_bf16(float value) {

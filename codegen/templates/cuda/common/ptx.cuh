@@ -1,5 +1,5 @@
-// Single instructions that CUDA C++ has no name for. tests/codegen/emulation has the same in C++, so
-// that kernels which use nothing else but tensor_cores.cuh run on a CPU.
+// Single instructions that CUDA C++ has no name for. tests/codegen/emulation has the same in C++,
+// so that kernels which use nothing else but tensor_cores.cuh run on a CPU.
 #pragma once
 
 namespace atsc {
@@ -32,7 +32,9 @@ __device__ inline uint4 load_once(const void* p) {
 // (word & 0xf0f0f0f0) ^ 0x80808080 in one operation, which takes the masks from registers.
 __device__ inline u32 high_nibbles(u32 word) {
   u32 codes;
-  asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(codes) : "r"(word), "r"(0xf0f0f0f0u), "r"(0x80808080u));
+  asm("lop3.b32 %0, %1, %2, %3, 0x6a;"
+      : "=r"(codes)
+      : "r"(word), "r"(0xf0f0f0f0u), "r"(0x80808080u));
   return codes;
 }
 

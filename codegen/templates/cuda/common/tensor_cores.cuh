@@ -52,8 +52,8 @@ __device__ inline void mma_k16(int (&d)[4], u32 a0, u32 a1, u32 b) {
 }
 
 #if __CUDA_ARCH__ >= 800
-// d += 16 rows x 8 columns x 16 k of f16 or bf16: the fragments of m16n8k32 with pairs of k, 8 apart
-// where those are 16 apart.
+// d += 16 rows x 8 columns x 16 k of f16 or bf16: the fragments of m16n8k32 with pairs of k, 8
+// apart where those are 16 apart.
 template <bool kBf16>
 __device__ inline void mma_halves(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   if constexpr (kBf16) {
