@@ -1,4 +1,4 @@
-"""Tests and times the CUDA kernels on the first GPU: python benchmarks/gpu_kernels.py [--json]
+"""Tests and times the CUDA kernels on the first GPU: python benchmarks/gpu_kernels.py
 
 Linear layers have the shapes of Qwen3-14B. Weights are random and rotate through more memory than
 the L2 cache holds; launches are replayed from a CUDA graph, so that no launch cost is in the times;
