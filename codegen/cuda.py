@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from atsc.codegen.cpu import Operand, symbol_stem, template_params
-from atsc.codegen.cuda_tiles import Gpu, tile_of, variant_of
+from atsc.codegen.cuda_tiles import Gpu, is_served, tile_of, variant_of
 from atsc.codegen.nvrtc import CudaUnit
 from atsc.codegen.render import TEMPLATES, render, template_exists
 from atsc.compiler.errors import CodegenError
@@ -106,10 +106,12 @@ def kernel_of(
     few_rows: bool,
     gpu: Gpu,
 ) -> CudaKernel | None:
-    """The kernel of a node on a GPU; None if the operator has no CUDA template."""
+    """The kernel of a node on a GPU; None if no CUDA template serves it."""
     if not op.templates:
         return None
     params = template_params(op, attrs, operands, outputs, few_rows)
+    if not is_served(op.name, params):
+        return None
     stem = op.templates[0 if few_rows else -1] + variant_of(op.name, params, gpu)
     level = level_of(stem, gpu.sm)
     if level is None:

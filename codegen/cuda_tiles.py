@@ -47,6 +47,14 @@ def variant_of(op: str, params: Params, gpu: Gpu) -> str:
     return "_floats" if few_or_old or matrix["format"] == "f32" else "_halves"
 
 
+def is_served(op: str, params: Params) -> bool:
+    """Whether registers and shared memory hold what the operator's templates keep there."""
+    if op != "attention":
+        return True
+    attrs = params["attrs"]
+    return bool(attrs["head_size"] <= 256 and attrs["num_heads"] <= 1024)
+
+
 def tile_of(stem: str, params: Params, gpu: Gpu) -> Tile:
     """The sizes that the template sees as `tile`; empty for kernels that need none."""
     choose = _TILES.get(stem)

@@ -16,7 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from kernel_runner import MAX_INPUTS, MAX_OUTPUTS, aligned, num_rows, q8_bytes, q8_value, type_of
+from kernel_runner import (
+    COUNTER_BYTES,
+    MAX_INPUTS,
+    MAX_OUTPUTS,
+    aligned,
+    fill_caches,
+    num_rows,
+    q8_bytes,
+    q8_value,
+    read_caches,
+    type_of,
+)
 
 from atsc.codegen.cpu import MATRIX_POINTERS
 from atsc.codegen.cuda import CudaKernel
@@ -32,6 +43,7 @@ GUARD = 256
 RUN = """
 extern "C" void run_{symbol}(const atsc::DeviceArgs* args, int blocks) {{
   atsc::block.args = args;
+  atsc::grid = {{blocks, 1, 1}};
   atsc::block.body = [](const void* p) {{ {symbol}(*static_cast<const atsc::DeviceArgs*>(p)); }};
   for (int i = 0; i < blocks; ++i) atsc::run_block({{i, 0, 0}}, {threads});
 }}
@@ -97,6 +109,7 @@ def run(
     stored: Iterable[StoredWeight | None],
     kernel: CudaKernel,
     library: ctypes.CDLL,
+    num_sms: int = 1,
 ) -> tuple[Any, ...]:
     """Run a kernel on a sample; outputs like `kernel_runner.run`."""
     rows, args, alive = num_rows(sample), DeviceArgs(), []
@@ -119,8 +132,8 @@ def run(
             )
         index += MATRIX_POINTERS if slot.rstrip("?") == op.matrix_slot else 1
     params = np.zeros(1, np.dtype([("position", "i8"), ("rows", "i4", 2)]))
-    params["rows"] = rows
-    args.round = pointer(params)
+    params["position"], params["rows"] = sample.position, rows
+    args.round, args.logit_rows = pointer(params), pointer(np.arange(rows, dtype=np.int32))
 
     types = op.infer(op.complete(sample.attrs), [type_of(operand) for operand in sample.inputs])
     outputs = []
@@ -129,9 +142,19 @@ def run(
         outputs.append(aligned(size + GUARD))
         outputs[-1][:] = 0xCD
         args.outputs[place] = outputs[-1].ctypes.data
-    x, y, z = kernel.launch().grid_of(rows=rows, kv_capacity=0, num_sms=1)
+    caches: list[np.ndarray] = []
+    if op.name == "attention":
+        args.kv_capacity, caches = fill_caches(op, sample, rows)
+        args.k_cache, args.v_cache = (cache.ctypes.data for cache in caches)
+    sizes = {"rows": rows, "kv_capacity": int(args.kv_capacity), "num_sms": num_sms}
+    scratch = aligned(max(COUNTER_BYTES, kernel.launch().scratch_of(**sizes)) + GUARD)
+    scratch[COUNTER_BYTES:] = 0xCD
+    args.scratch = scratch.ctypes.data
+    x, y, z = kernel.launch().grid_of(**sizes)
     assert (y, z) == (1, 1)
     getattr(library, f"run_{kernel.symbol}")(ctypes.byref(args), x)
+    assert not scratch[:COUNTER_BYTES].any(), f"{kernel.symbol} leaves counters above zero"
+    assert (scratch[-GUARD:] == 0xCD).all(), f"{kernel.symbol} writes behind its scratch"
 
     results: list[Any] = []
     for kind, memory in zip(types, outputs, strict=True):
@@ -141,4 +164,6 @@ def run(
             results.append(q8_value(memory[:-GUARD], rows, width))
         else:
             results.append(memory[:-GUARD].view(np.float32).reshape(rows, width))
+    if caches:
+        results.append(read_caches(op, sample, rows, caches))
     return tuple(results)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import multiprocessing
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from cuda.bindings import driver
+from cuda_tolerance import with_tolerance
 from kernel_runner import (
     MAX_INPUTS,
     MAX_OUTPUTS,
@@ -43,10 +43,6 @@ GUARD = 256
 """Bytes of poison behind every buffer that a kernel writes."""
 COUNTER_BYTES = 4096
 """templates/cuda/common/scratch.cuh kCounterBytes."""
-HALVES_TOLERANCE = {"attention_prefill": 1e-3}
-"""Kernels that round operands to fp16 for the tensor cores: queries, scaled by powers of two, and
-softmax weights. Each rounding is 1.4e-4 of the operand on average, and scores carry the error of
-queries into the weights; sums are fp32. Decoding cuts both in two halves and needs no allowance."""
 
 
 class DeviceArgs(ctypes.Structure):
@@ -178,9 +174,9 @@ def prepare_cuda(op: OpDef, sample: Sample, gpu: Gpu) -> PreparedCuda | None:
     operands = [s or type_of(operand) for s, operand in zip(stored, sample.inputs, strict=True)]
     few = num_rows(sample) <= 8
     kernel = kernel_of(op, sample.attrs, operands, [True] * len(op.outputs), few, gpu)
-    if kernel and kernel.template in HALVES_TOLERANCE:
-        sample = dataclasses.replace(sample, tolerance=HALVES_TOLERANCE[kernel.template])
-    return PreparedCuda(Prepared(op, sample, kernel, stored), kernel) if kernel else None  # type: ignore[arg-type]
+    if kernel is None:
+        return None
+    return PreparedCuda(Prepared(op, with_tolerance(sample, kernel), kernel, stored), kernel)  # type: ignore[arg-type]
 
 
 def launch(plan: Launch, function: Any, args: DeviceArgs, stream: int = 0, **sizes: int) -> None:

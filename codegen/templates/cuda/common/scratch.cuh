@@ -2,6 +2,8 @@
 // behind is left as it falls. So kernels that keep to this may share one region.
 #pragma once
 
+#include "atomics.cuh"
+
 namespace atsc {
 
 constexpr int kCounterBytes = 4096;
@@ -9,16 +11,6 @@ constexpr int kMaxCounters = kCounterBytes / 4;
 
 __device__ inline void* behind_counters(void* scratch) {
   return static_cast<char*>(scratch) + kCounterBytes;
-}
-
-// Adds one, returns what was there before: what this thread knows of is seen by whoever adds later.
-__device__ inline int count_up(int* counter) {
-  int before;
-  asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;"
-               : "=r"(before)
-               : "l"(counter)
-               : "memory");
-  return before;
 }
 
 // Called by all threads of a block when it has written its share: true in the last of `blocks`, which
