@@ -5,7 +5,7 @@
     make_model.py smollm2-135m --from model.gguf     a real GGUF's weights, rounded to Q4_0
 
 Writes DIR/model.onnx (conventions of the GenAI builder, symmetric int4) and DIR/model-q4_0.gguf
-with the same weights, bit for bit.
+with the same weights, bit for bit. The ONNX file alone (--onnx) needs no package `gguf`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,9 @@ from pathlib import Path
 
 from model_shapes import SHAPES, Shape, shape_of
 from random_model import random_decoder
-from requantise import requantise_gguf
-from write_gguf import write_gguf
 
 from atsc.compiler.errors import AtscError, UsageError
 from atsc.compiler.importers.file_set import new_file_set
-from atsc.compiler.importers.gguf import convert_gguf
 from atsc.compiler.importers.onnx.decoder import Decoder
 from atsc.compiler.importers.onnx.genai_config import genai_config
 from atsc.compiler.importers.onnx.write_decoder import write_decoder
@@ -86,6 +83,8 @@ def make_random(
         _write_onnx(decoder, shape, folder)
         _report(folder / f"{ONNX_NAME}.data", begin)
     if gguf:
+        from write_gguf import write_gguf
+
         begin = time.monotonic()
         with new_file_set(folder, GGUF_NAME) as files:
             write_gguf(decoder, shape, name, files.path(GGUF_NAME))
@@ -94,6 +93,10 @@ def make_random(
 
 def make_from_gguf(source: Path, folder: Path, *, onnx: bool = True) -> None:
     """A real model, every matrix rounded to Q4_0; the ONNX file is converted from that GGUF."""
+    from requantise import requantise_gguf
+
+    from atsc.compiler.importers.gguf import convert_gguf
+
     begin = time.monotonic()
     with new_file_set(folder, GGUF_NAME) as files:
         requantise_gguf(source, files.path(GGUF_NAME))

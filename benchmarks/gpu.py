@@ -1,0 +1,365 @@
+"""Measures plans on a GPU, all in one go, and writes a line of JSON after each step.
+
+    gpu.py [--out gpu.jsonl] [--steps 'limits,qwen3-14b/*'] [--threads 8] [--vram 6G] [--ctx 2560]
+
+Steps: `limits` (what the machine allows), and for each model MODEL/make, MODEL/tensor (within
+--vram), MODEL/gpu (all of it on the GPU), MODEL/layer (whole layers within --vram). A plan's step
+compiles it, runs `atsc bench` (pp512, tg128, at depth 0 and 2048) with the process's peak VRAM
+watched, and compares with what `inspect` and `simulate` predicted and with the machine's limit.
+
+The packages run from this checkout, installed or not. Processes are bound to the first --threads
+cores that this one may use. A step that outlasts its budget is ended and reported; --total ends the
+whole run in time. Models have random int4 weights with fp16 scales (make_model.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fnmatch
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+PACKAGES = HERE.parent / ".links"
+MODELS = ("qwen3-14b", "qwen3-8b")
+POLICIES = ("tensor", "gpu", "layer")
+LIMITS_MIB = 2048
+SAMPLE_SECONDS = 0.02
+Record = dict[str, Any]
+
+
+class StepError(Exception):
+    """A step failed; the message says why in one line."""
+
+
+@dataclass(slots=True)
+class Clock:
+    """When a step, and the whole run, must be over."""
+
+    run_ends: float
+    step_ends: float = 0.0
+
+    def left(self) -> float:
+        """Seconds that may still be used."""
+        return min(self.run_ends, self.step_ends) - time.monotonic()
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Something to measure, and its seconds."""
+
+    name: str
+    seconds: float
+    work: Callable[[Run], Record]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What all steps share; `records` of the steps before, by name."""
+
+    args: argparse.Namespace
+    clock: Clock
+    records: dict[str, Record]
+
+    def command(self, *command: object, watch: PeakVram | None = None) -> str:
+        """A program's output.
+
+        Raises:
+            StepError: it failed, or took longer than the step may.
+        """
+        environment = {**os.environ, "PYTHONPATH": str(PACKAGES)}
+        process = subprocess.Popen(
+            [str(part) for part in command],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        with watch.of(process.pid) if watch else contextlib.nullcontext():
+            try:
+                out, err = process.communicate(timeout=max(self.clock.left(), 0.1))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.communicate()
+                raise StepError(
+                    "took longer than its budget; give --scale a larger number"
+                ) from None
+        if process.returncode:
+            last = next(reversed(err.strip().splitlines()), "no message")
+            raise StepError(f"exit code {process.returncode}: {last}")
+        return out
+
+    def atsc(self, *arguments: object, watch: PeakVram | None = None) -> Any:
+        """A command of atsc, as JSON."""
+        command = (sys.executable, "-m", "atsc.compiler.cli", *arguments, "--json")
+        return json.loads(self.command(*command, watch=watch))
+
+    def folder(self, model: str) -> Path:
+        """Where a model and its plan lie."""
+        return Path(self.args.work) / model
+
+
+class PeakVram:
+    """The most VRAM of the first GPU that a process held; 0 where NVML is not to be had."""
+
+    def __init__(self) -> None:
+        self.process_bytes = self.device_bytes = 0
+        self._nvml: Any = None
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            self._device = pynvml.nvmlDeviceGetHandleByIndex(0)
+            self._nvml = pynvml
+            self._before = pynvml.nvmlDeviceGetMemoryInfo(self._device).used
+        except Exception as error:  # no package, no driver, no GPU
+            _say(f"peak VRAM is not measured: {error}")
+
+    @contextlib.contextmanager
+    def of(self, pid: int) -> Iterator[None]:
+        """Watch while a process runs."""
+        if self._nvml is None:
+            yield
+            return
+        over = threading.Event()
+        watcher = threading.Thread(target=self._watch, args=(pid, over))
+        watcher.start()
+        try:
+            yield
+        finally:
+            over.set()
+            watcher.join()
+
+    def _watch(self, pid: int, over: threading.Event) -> None:
+        while not over.wait(SAMPLE_SECONDS):
+            used = self._nvml.nvmlDeviceGetMemoryInfo(self._device).used
+            self.device_bytes = max(self.device_bytes, used - self._before)
+            for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._device):
+                if process.pid == pid and process.usedGpuMemory:
+                    self.process_bytes = max(self.process_bytes, process.usedGpuMemory)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the steps; exit code 1 if one failed."""
+    args = _parser().parse_args(arguments)
+    cores = sorted(os.sched_getaffinity(0))[: args.threads]
+    os.sched_setaffinity(0, cores)
+    run = Run(args, Clock(time.monotonic() + args.total), {})
+    steps = list(_selected(args))
+    if not steps:
+        _say(f"no step matches {args.steps}; steps are {', '.join(s.name for s in _steps(args))}")
+        return 2
+    failed = 0
+    with Path(args.out).open("a", encoding="utf-8") as out:
+        for step in steps:
+            record = _do(step, run)
+            run.records[step.name] = record
+            failed += not record["ok"]
+            out.write(json.dumps(record) + "\n")
+            out.flush()
+    print(_table(run.records))
+    return 1 if failed else 0
+
+
+def _do(step: Step, run: Run) -> Record:
+    _say(f"{step.name} ...")
+    begin = time.monotonic()
+    run.clock.step_ends = begin + step.seconds * run.args.scale
+    try:
+        if run.clock.left() <= 0:
+            raise StepError("no time left; give --total more seconds, or fewer --steps")
+        found: Record = {"ok": True, **step.work(run)}
+    except StepError as error:
+        found = {"ok": False, "error": str(error)}
+        _say(f"{step.name} failed: {error}")
+    return {"step": step.name, "seconds": round(time.monotonic() - begin, 2), **found}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", default="gpu.jsonl", metavar="FILE", help="appended to")
+    parser.add_argument("--steps", default="*", metavar="PATTERN,...", help="which (all)")
+    parser.add_argument("--models", default=",".join(MODELS), metavar="NAME,...")
+    parser.add_argument("--work", default="models", metavar="DIR", help="for models and plans")
+    parser.add_argument("--threads", type=int, default=8, metavar="N")
+    parser.add_argument("--vram", default="6G", metavar="SIZE")
+    parser.add_argument("--ctx", type=int, default=2560, metavar="TOKENS")
+    parser.add_argument("--target", default="auto", metavar="NAME|FILE")
+    parser.add_argument("--chunk", type=int, default=512, metavar="TOKENS")
+    parser.add_argument("-p", type=int, default=512, metavar="N", help="tokens to read")
+    parser.add_argument("-n", type=int, default=128, metavar="N", help="tokens to write")
+    parser.add_argument("-d", default="0,2048", metavar="N,...", help="tokens before")
+    parser.add_argument("-r", type=int, default=3, metavar="N", help="repetitions")
+    parser.add_argument("--total", type=float, default=3600, metavar="S", help="of the whole run")
+    parser.add_argument("--scale", type=float, default=1, metavar="X", help="budgets of steps")
+    return parser
+
+
+def _steps(args: argparse.Namespace) -> Iterator[Step]:
+    yield Step("limits", 60, _limits)
+    for model in args.models.split(","):
+        yield Step(f"{model}/make", 240, lambda run, model=model: _make(run, model))
+        for policy in POLICIES:
+            yield Step(
+                f"{model}/{policy}",
+                300,
+                lambda run, model=model, policy=policy: _plan(run, model, policy),
+            )
+
+
+def _selected(args: argparse.Namespace) -> Iterator[Step]:
+    patterns = args.steps.split(",")
+    for step in _steps(args):
+        if any(fnmatch.fnmatchcase(step.name, pattern) for pattern in patterns):
+            yield step
+
+
+def _limits(run: Run) -> Record:
+    """Rates of the CPU, of the link and of VRAM, and which machine it is."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise StepError("no C++ compiler ($CXX, g++, clang++)")
+    program = Path(run.args.work) / "gpu_limits"
+    program.parent.mkdir(parents=True, exist_ok=True)
+    flags = ("-O3", "-march=x86-64-v3", "-std=c++20", "-pthread")
+    run.command(compiler, *flags, HERE / "gpu_limits.cc", "-o", program, "-ldl")
+    rates = json.loads(run.command(program, run.args.threads, LIMITS_MIB))
+    machine = run.atsc("targets")["targets"][0]
+    keys = ("cpu_model", "gpu_model", "vram_bytes", "num_cores")
+    return {
+        "bytes_per_s": rates,
+        "machine": {key: machine[key] for key in keys},
+        "cores": sorted(os.sched_getaffinity(0)),
+    }
+
+
+def _make(run: Run, model: str) -> Record:
+    folder = run.folder(model)
+    made = not (folder / "model.onnx").is_file()
+    if made:
+        options = ("--onnx", "--out", folder, "--ctx", max(4096, run.args.ctx))
+        run.command(sys.executable, HERE / "make_model.py", model, *options)
+    size = sum(path.stat().st_size for path in folder.glob("model.onnx*"))
+    return {"made": made, "bytes": size}
+
+
+def _plan(run: Run, model: str, policy: str) -> Record:
+    """Compile, measure, and compare. One plan folder a model, so that weights are written once."""
+    folder, args = run.folder(model), run.args
+    if not (folder / "model.onnx").is_file():
+        raise StepError(f"no model in {folder}; run step {model}/make first")
+    plan = folder.parent / f"{folder.name}.atsplan"
+    budget = () if policy == "gpu" else ("--vram", args.vram)
+    compiled = run.atsc(
+        *("compile", folder, "-o", plan, "--policy", policy, *budget, "--target", args.target),
+        *("--ctx", args.ctx, "--chunk", args.chunk, "--threads", args.threads),
+    )
+    shown = run.atsc("inspect", plan)
+    peak = PeakVram()
+    tests = ("-p", args.p, "-n", args.n, "-d", args.d, "-r", args.r, "--threads", args.threads)
+    bench = run.atsc("bench", plan, *tests, watch=peak)
+    predicted = sum(region["predicted_bytes"] for region in shown["vram_regions"])
+    headroom = shown["device"]["headroom_bytes"] if shown["device"] else 0
+    peak_bytes = peak.process_bytes or peak.device_bytes
+    return {
+        "policy": policy,
+        "compile_seconds": compiled["seconds"],
+        "stages": compiled["stages"],
+        "vram": {
+            "budget_bytes": shown["device"]["budget_bytes"] if shown["device"] else 0,
+            "predicted_bytes": predicted - headroom,
+            "peak_bytes": peak_bytes,
+            "device_peak_bytes": peak.device_bytes,
+            "predicted_by_peak": _ratio(predicted - headroom, peak_bytes),
+        },
+        "placement": _placement(shown),
+        "rows": [_row(run, plan, shown, row) for row in bench["rows"]],
+    }
+
+
+def _placement(shown: Any) -> Record:
+    """Units and bytes that a decode step reads on each side."""
+    sides: Record = {}
+    for side in ("vram", "ram"):
+        units = [u for u in shown["units"] if u["residency"] == side and u["cost"]]
+        read = sum(sum(unit["cost"]["decode"]["bytes"]) for unit in units)
+        sides[side] = {"units": len(units), "read_bytes": read}
+    return sides
+
+
+def _row(run: Run, plan: Path, shown: Any, row: Any) -> Record:
+    """One test with its prediction, and the limit of decode: all bytes read once, at full rate."""
+    count = row["n_prompt"] or row["n_gen"]
+    depth = row["n_depth"] + (0 if row["n_prompt"] else count // 2)
+    prompt = ("--prompt", count) if row["n_prompt"] else ()
+    found = run.atsc("simulate", plan, "--depth", depth, *prompt) if shown["device"] else None
+    predicted = None
+    if found:
+        prefill = count / found["prompt_ns"] * 1e9
+        predicted = prefill if row["n_prompt"] else found["decode"]["tokens_per_s"]
+    measured = row["avg_ts"]
+    result = {
+        "test": row["test"],
+        "tok_s": measured,
+        "sd": row["stddev_ts"],
+        "predicted_tok_s": predicted,
+        "predicted_by_measured": _ratio(predicted, measured),
+    }
+    limit = _decode_limit(run, _placement(shown)) if row["n_gen"] else None
+    return {**result, "limit_tok_s": limit, "share_of_limit": _ratio(measured, limit)}
+
+
+def _decode_limit(run: Run, placement: Record) -> float | None:
+    """Tokens a second if each side only read its bytes, one after the other; needs `limits`."""
+    limits = run.records.get("limits", {}).get("bytes_per_s", {})
+    seconds = 0.0
+    for side, rate in (("ram", limits.get("cpu")), ("vram", limits.get("vram"))):
+        if placement[side]["read_bytes"]:
+            if not rate:
+                return None
+            seconds += placement[side]["read_bytes"] / rate
+    return 1 / seconds if seconds else None
+
+
+def _ratio(value: float | None, other: float | None) -> float | None:
+    return round(value / other, 4) if value is not None and other else None
+
+
+def _table(records: dict[str, Record]) -> str:
+    """What was measured, for people."""
+    lines = ["| plan | peak VRAM, GiB | test | tok/s | simulated | share of limit |"]
+    lines.append("|---|--:|---|--:|--:|--:|")
+    for name, record in records.items():
+        if not record["ok"]:
+            lines.append(f"| {name} | | {record['error']} | | | |")
+        for row in record.get("rows", ()):
+            peak = record["vram"]["peak_bytes"] / 2**30
+            cells = [name, f"{peak:.2f}", row["test"], f"{row['tok_s']:.1f} ± {row['sd']:.1f}"]
+            cells.append(_shown(row["predicted_tok_s"], ".1f"))
+            cells.append(_shown(row["share_of_limit"], ".0%"))
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,183 @@
+"""The GPU benchmark without a GPU: steps, budgets, and the figures that it derives."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gpu
+import pytest
+from gpu_plan import MIB, Shape, write_gpu_plan
+
+from atsc.compiler import cli, plan
+from atsc.passes.retarget import costs_of, scenario_of_rung
+
+Record = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def keep_cores() -> Iterator[None]:
+    cores = os.sched_getaffinity(0)
+    yield
+    os.sched_setaffinity(0, cores)
+
+
+def records(path: Path) -> list[Record]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def run(tmp_path: Path, *more: str) -> tuple[int, list[Record]]:
+    out = tmp_path / "out.jsonl"
+    code = gpu.main(["--out", str(out), "--work", str(tmp_path), "--threads", "1", *more])
+    return code, records(out)
+
+
+def step(seconds: float, *command: object) -> gpu.Step:
+    return gpu.Step("s", seconds, lambda run: {"out": run.command(*command)})
+
+
+def done(tmp_path: Path, made: gpu.Step) -> Record:
+    args = gpu._parser().parse_args(["--work", str(tmp_path)])
+    return gpu._do(made, gpu.Run(args, gpu.Clock(time.monotonic() + 60), {}))
+
+
+def test_a_step_that_outlasts_its_budget_is_ended(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    found = done(tmp_path, step(0.3, "sleep", "30"))
+    assert time.monotonic() - begin < 10
+    assert (found["ok"], "took longer than its budget" in found["error"]) == (False, True)
+
+
+def test_a_step_that_fails_says_why(tmp_path: Path) -> None:
+    found = done(tmp_path, step(9, "sh", "-c", "echo noise >&2; echo reason >&2; exit 3"))
+    assert (found["ok"], found["error"]) == (False, "exit code 3: reason")
+    assert done(tmp_path, step(9, "echo", "fine"))["out"] == "fine\n"
+
+
+def test_steps_are_selected_and_failures_are_written(tmp_path: Path) -> None:
+    code, found = run(tmp_path, "--steps", "a/tensor,*/gpu", "--models", "a,b")
+    assert code == 1
+    assert [record["step"] for record in found] == ["a/tensor", "a/gpu", "b/gpu"]
+    assert "run step a/make first" in found[0]["error"]
+    code, found = run(tmp_path, "--steps", "*/gpu", "--models", "c", "--total", "0")
+    assert (code, len(found)) == (1, 4), "lines are added"
+    assert "no time left" in found[-1]["error"]
+    assert gpu.main(["--steps", "nothing", "--out", str(tmp_path / "n")]) == 2
+
+
+@pytest.mark.toolchain
+def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "LIMITS_MIB", 64)
+    code, (found,) = run(tmp_path, "--steps", "limits")
+    assert code == 0
+    assert found["bytes_per_s"]["cpu"] > 1e8
+    assert set(found["bytes_per_s"]) == {"cpu", "cpu_beside_h2d", "h2d", "h2d_beside_cpu", "vram"}
+    assert len(found["cores"]) == 1
+
+
+SHAPE = Shape(layers=4, hidden=1024, inner=2048, context=2560, chunk=512)
+RATES = {"cpu": 40e9, "vram": 400e9}
+
+
+def fake_atsc(measured: float, peak_bytes: int) -> Any:
+    """inspect and simulate are real, on a plan made by arithmetic; bench answers a figure."""
+
+    def atsc(run: gpu.Run, *arguments: object, watch: Any = None) -> Any:
+        command, *rest = map(str, arguments)
+        if command == "compile":
+            folder = Path(rest[rest.index("-o") + 1])
+            policy = rest[rest.index("--policy") + 1]
+            budget = 325 * MIB if "--vram" in rest else 2048 * MIB
+            write_gpu_plan(folder, SHAPE, vram_bytes=budget, policy=policy)
+            return {"seconds": 1.5, "stages": []}
+        if command == "bench":
+            watch.process_bytes = peak_bytes
+            rows = [("pp512", 512, 0, 0), ("tg128", 0, 128, 0), ("tg128 @ d2048", 0, 128, 2048)]
+            keys = ("test", "n_prompt", "n_gen", "n_depth")
+            return {
+                "rows": [
+                    {**dict(zip(keys, row, strict=True)), "avg_ts": measured, "stddev_ts": 0.5}
+                    for row in rows
+                ]
+            }
+        captured = io.StringIO()
+        with contextlib.redirect_stdout(captured):
+            assert cli.main([command, *rest, "--json"]) == 0
+        return json.loads(captured.getvalue())
+
+    return atsc
+
+
+def measured_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str) -> Record:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "model.onnx").touch()
+    monkeypatch.setattr(gpu.Run, "atsc", fake_atsc(100.0, 300 * MIB))
+    args = gpu._parser().parse_args(["--work", str(tmp_path)])
+    limits = {"limits": {"ok": True, "bytes_per_s": RATES}}
+    run = gpu.Run(args, gpu.Clock(time.monotonic() + 60, time.monotonic() + 60), limits)
+    return gpu._plan(run, "m", policy)
+
+
+def test_what_a_plans_step_derives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = measured_plan(tmp_path, monkeypatch, "tensor")
+    manifest = plan.load(tmp_path / "m.atsplan")
+    assert manifest.device is not None
+    needed = manifest.device.rungs[-1].required_bytes - manifest.device.headroom_bytes
+    vram = found["vram"]
+    assert (vram["budget_bytes"], vram["predicted_bytes"]) == (325 * MIB, needed)
+    assert vram["predicted_by_peak"] == pytest.approx(needed / (300 * MIB), abs=1e-4)
+    read = {"vram": 0, "ram": 0}
+    for unit in manifest.units:
+        read[unit.residency] += sum(unit.cost.decode.bytes) if unit.cost else 0
+    assert all(found["placement"][side]["read_bytes"] == read[side] > 0 for side in read)
+    prefill, decode, deep = found["rows"]
+    limit = 1 / (read["ram"] / 40e9 + read["vram"] / 400e9)
+    assert decode["limit_tok_s"] == pytest.approx(limit)
+    assert decode["share_of_limit"] == pytest.approx(100 / limit, abs=1e-4)
+    assert prefill["limit_tok_s"] is None
+    for row, depth in ((decode, 64), (deep, 2048 + 64)):
+        scenario = scenario_of_rung(manifest, costs_of(manifest, depth=depth))
+        assert row["predicted_tok_s"] == pytest.approx(scenario.decode().tokens_per_s)
+        assert row["predicted_by_measured"] == pytest.approx(row["predicted_tok_s"] / 100, abs=1e-4)
+    chunk = scenario_of_rung(manifest, costs_of(manifest, depth=0)).prefill()
+    assert prefill["predicted_tok_s"] == pytest.approx(chunk.tokens_per_s)
+    table = gpu._table({"m/tensor": {"ok": True, **found}, "x": {"ok": False, "error": "why"}})
+    assert "| m/tensor | 0.29 | pp512 | 100.0 ± 0.5 |" in table
+    assert "| x | | why |" in table
+
+
+def test_everything_on_the_gpu_takes_no_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = measured_plan(tmp_path, monkeypatch, "gpu")
+    assert found["placement"]["ram"]["units"] == 1, "the embedding"
+    assert found["vram"]["budget_bytes"] == 2048 * MIB
+
+
+def test_peak_vram_of_a_process() -> None:
+    class Nvml:
+        used = 1000
+
+        def nvmlDeviceGetMemoryInfo(self, device: object) -> Any:
+            Nvml.used += 10
+            return type("Info", (), {"used": Nvml.used})
+
+        def nvmlDeviceGetComputeRunningProcesses(self, device: object) -> list[Any]:
+            kind = type("Process", (), {})
+            ours, other = kind(), kind()
+            ours.pid, ours.usedGpuMemory = 7, 500
+            other.pid, other.usedGpuMemory = 8, 900
+            return [ours, other]
+
+    peak = gpu.PeakVram()
+    peak._nvml, peak._device, peak._before = Nvml(), None, 1000
+    with peak.of(7):
+        time.sleep(0.15)
+    assert peak.process_bytes == 500
+    assert peak.device_bytes >= 10
