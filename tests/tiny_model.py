@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from atsc.codegen import toolchain
 from atsc.compiler import plan as manifests
+from atsc.compiler.plan_json import Json
 
 WIDTH, VOCAB, HEADS, HEAD_SIZE = 16, 32, 2, 8
 CONTEXT, CHUNK, MAX_LOGIT_ROWS, WINDOW, RING = 96, 12, 10, 4, 15
@@ -65,13 +67,16 @@ def _attention(x: F32Array, window: int) -> F32Array:
     return mixed
 
 
-def objects(plan_id: str = "tiny", factor: float = 1, *, flags: tuple[str, ...] = ()) -> list[Path]:
+def objects(
+    plan_id: str = "tiny", factor: float = 1, *, rungs: int = -1, flags: tuple[str, ...] = ()
+) -> list[Path]:
     """The compiled runtime and the tiny plan's tables and kernels."""
     crcs = ",".join(f"{zlib.crc32(part)}u" for part in make_weights().parts())
     defines = (
         f"-DTINY_CRCS={crcs}",
         f'-DTINY_PLAN_ID="{plan_id}"',
         f"-DTINY_FACTOR={factor:.1f}f",
+        f"-DTINY_RUNGS={rungs}",
     )
     units = [
         toolchain.Unit(source.stem, source.read_text(), ("-fexceptions", *flags))
@@ -86,25 +91,32 @@ def build_plan(
     plan_id: str = "tiny",
     factor: float = 1,
     *,
+    rungs: int = -1,
     link_flags: tuple[str, ...] = (f"-Wl,--version-script={SOURCE.with_name('exports.map')}",),
 ) -> Path:
-    """A whole plan folder."""
+    """A whole plan folder; for the virtual device if `rungs` is not negative."""
     directory.mkdir(parents=True)
     parts = make_weights().parts()
     image = bytearray(OFFSETS[-1] + len(parts[-1]))
     for offset, part in zip(OFFSETS, parts, strict=True):
         image[offset : offset + len(part)] = part
     (directory / "weights.bin").write_bytes(image)
-    toolchain.link_library(objects(plan_id, factor), directory / "libplan.so", link_flags)
+    compiled = objects(plan_id, factor, rungs=rungs)
+    toolchain.link_library(compiled, directory / "libplan.so", link_flags)
     units = tuple(
         manifests.Unit(name, (name,), "f32", len(part), offset, "ram", zlib.crc32(part))
         for name, offset, part in zip(UNIT_NAMES, OFFSETS, parts, strict=True)
     )
-    save_manifest(directory, plan_id, units)
+    save_manifest(directory, plan_id, units, {"gpu": "virtual"} if rungs >= 0 else {})
     return directory
 
 
-def save_manifest(directory: Path, plan_id: str, units: tuple[manifests.Unit, ...] = ()) -> None:
+def save_manifest(
+    directory: Path,
+    plan_id: str,
+    units: tuple[manifests.Unit, ...] = (),
+    target: Mapping[str, Json] | None = None,
+) -> None:
     """plan.json for whatever files the folder holds."""
     files = {
         path.relative_to(directory).as_posix(): manifests.File(
@@ -125,16 +137,19 @@ def save_manifest(directory: Path, plan_id: str, units: tuple[manifests.Unit, ..
         memory=manifests.Memory(14336, 0, 0),
         units=units,
         files=files,
+        target=target or {},
     )
     manifests.save(manifest, directory)
 
 
-def build_program(sources: list[Path], output: Path, flags: tuple[str, ...]) -> None:
+def build_program(
+    sources: list[Path], output: Path, flags: tuple[str, ...], rungs: int = -1
+) -> None:
     """An executable of some sources and the tiny plan, everything with the same flags."""
     compiler = toolchain.find_compiler()
     includes = [f"-I{folder}" for folder in toolchain.INCLUDE_DIRS]
     command = [
         *(*compiler.command, "-std=c++20", "-O1", *flags, *includes, *map(str, sources)),
-        *(*map(str, objects(flags=flags)), "-pthread", "-o", str(output)),
+        *(*map(str, objects(flags=flags, rungs=rungs)), "-pthread", "-o", str(output)),
     ]
     subprocess.run(command, check=True, capture_output=True, text=True)

@@ -12,6 +12,7 @@ namespace {
 
 constexpr uint64_t kAlignment = 256;
 constexpr uint64_t kPage = 4096;
+constexpr uint64_t kPinnedReserve = 64 << 10;  // left to rounds where the system refuses to pin more
 
 uint64_t round_up(uint64_t bytes, uint64_t multiple) {
   return (bytes + multiple - 1) / multiple * multiple;
@@ -204,8 +205,11 @@ void Residency::pin_units() {
     for (uint64_t at = begin; at < end; at += kMaxPinnedBytes) {
       const uint64_t bytes = std::min(kMaxPinnedBytes, round_up(end - at, kPage));
       std::optional<HostRange> range = device_.pin(weights_ + at, bytes);
-      if (range) pinned_.push_back(std::move(*range));
-      else refused += bytes;
+      if (range) {
+        pinned_.push_back(std::move(*range));
+      } else {
+        refused += bytes;
+      }
     }
   };
   uint64_t begin = 0, end = 0;
@@ -221,6 +225,10 @@ void Residency::pin_units() {
   }
   pin(begin, end);
   if (refused == 0) return;
+  for (uint64_t freed = 0; freed < kPinnedReserve && !pinned_.empty(); pinned_.pop_back()) {
+    freed += pinned_.back().bytes();
+    refused += pinned_.back().bytes();
+  }
   char text[256];
   std::snprintf(text, sizeof text,
                 "the system refuses to pin %.1f MiB of weights, which makes their way to the device "

@@ -94,6 +94,20 @@ void choose(const Plan& plan, const DeviceWishes& wishes, OpenedDevice& opened) 
        opened.device->info().name.c_str(), mib(available), mib(opened.placement.required_bytes));
 }
 
+// The given units, with the largest slots of any rung.
+void override_units(const Plan& plan, const DeviceWishes& wishes, OpenedDevice& opened) {
+  Placement& placement = opened.placement;
+  placement.on_device = wishes.on_device;
+  for (int rung = 0; rung < plan.device.num_rungs; ++rung) {
+    const RungEntry& entry = plan.device.rungs[rung];
+    if (entry.slot_bytes <= placement.slot_bytes) continue;
+    placement.slot_bytes = entry.slot_bytes;
+    placement.num_slots = entry.num_slots;
+  }
+  placement.required_bytes = device_bytes(plan, *opened.device, placement, wishes.sessions) +
+                             plan.device.headroom_bytes;
+}
+
 }  // namespace
 
 OpenedDevice open_device(const Plan& plan, const DeviceWishes& wishes) {
@@ -111,13 +125,7 @@ OpenedDevice open_device(const Plan& plan, const DeviceWishes& wishes) {
     opened.notice = std::string(failure.what()) + kOnCpu;
     return opened;
   }
-  if (!wishes.on_device.empty()) {
-    if (wishes.on_device.size() != static_cast<size_t>(plan.num_units)) {
-      fail(ATSC_INVALID_ARGUMENT, "a placement of %zu units was given: the plan has %d",
-           wishes.on_device.size(), plan.num_units);
-    }
-    opened.placement.on_device = wishes.on_device;
-  }
+  if (!wishes.on_device.empty() && plan.device.num_rungs > 0) override_units(plan, wishes, opened);
   return opened;
 }
 

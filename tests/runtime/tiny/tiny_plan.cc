@@ -4,7 +4,8 @@
 // ring. tiny_model.py has the same model in numpy. Sums have one order, so that results are equal to
 // the bit however a round is cut.
 //
-// -D: TINY_CRCS (checksums of the units), TINY_PLAN_ID, TINY_FACTOR (scales the logits).
+// -D: TINY_CRCS (checksums of the units), TINY_PLAN_ID, TINY_FACTOR (scales the logits), TINY_RUNGS
+// (-1: no device; else a virtual one with so many of the rungs below, of which 0 are for profiling).
 #include <atomic>
 #include <cmath>
 #include <cstring>
@@ -264,7 +265,7 @@ constexpr NodeEntry kNodes[] = {
 
 constexpr uint32_t kCrcs[] = {TINY_CRCS};
 constexpr UnitEntry kUnits[] = {
-    {"table", 0, 2048, kCrcs[0]},
+    {"table", 0, 2048, kCrcs[0], UnitKind::kHost},
     {"w1", 4096, 1024, kCrcs[1]},
     {"w2", 8192, 1024, kCrcs[2]},
     {"head", 12288, 2048, kCrcs[3]},
@@ -272,12 +273,24 @@ constexpr UnitEntry kUnits[] = {
 constexpr CacheEntry kCaches[] = {{kHeads, kHeadSize, 0, kContext}, {kHeads, kHeadSize, 4, 15}};
 constexpr int32_t kEos[] = {30};
 
+constexpr uint8_t kNothing[] = {0, 0, 0, 0}, kHalf[] = {0, 0, 1, 0}, kAll[] = {0, 1, 1, 1};
+[[maybe_unused]] constexpr RungEntry kRungs[] = {
+    {0, 0, 2048, 2, kNothing, 3000, 3000},
+    {0, 0, 2048, 2, kHalf, 2000, 2000},
+    {0, 0, 0, 2, kAll, 1000, 1000},
+};
+constexpr int64_t kStreamFrom = 10;
+constexpr DeviceEntry kDevice =
+    TINY_RUNGS < 0 ? DeviceEntry{}
+                   : DeviceEntry{DeviceKind::kVirtual, 1 << 20, 0, 10000, 1e9, kStreamFrom, 0,
+                                 TINY_RUNGS, nullptr, kRungs};
+
 }  // namespace
 
 const Plan kPlan = {kAbiVersion,  "tiny", TINY_PLAN_ID, kVocab,       kContext, kChunk,
                     kMaxLogitRows, 1,     1,            kEos,         4 * kBytes, 2 * kBytes,
                     14336,        kNumValues, 12,       4,            2,        kValues,
-                    kNodes,       kUnits,    kCaches};
+                    kNodes,       kUnits,    kCaches,      kDevice};
 
 }  // namespace atsc
 
