@@ -197,7 +197,7 @@ class Device:
     num_slots: int
     prompt_share: float
     rungs: tuple[Rung, ...]
-    """Ascending; the last is for the whole budget."""
+    """Each is better than the one before; the last is for the whole budget."""
 
     @property
     def fixed_bytes(self) -> int:

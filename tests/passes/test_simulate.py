@@ -85,6 +85,17 @@ def test_two_units_by_hand() -> None:
     assert two.busy_over_time(Track.COPY, 4) == pytest.approx([1, 1, 1, 9 / 12])
 
 
+def test_the_worked_example_of_the_documentation() -> None:
+    units = [unit(10, 1, 20), unit(30, 3, 25)]
+    one, two = replace(FREE, num_slots=1), replace(FREE, num_slots=2)
+    assert run(units, "00", [], one).total_ns == 40
+    assert run(units, "00", [0, 1], one).total_ns == 49
+    both = run(units, "00", [0, 1], two)
+    assert (both.total_ns, both.wait_ns) == (48, 44)
+    second = run(units, "00", [1], one)
+    assert (second.total_ns, second.wait_ns) == (28, 15)
+
+
 def test_the_cpu_slows_down_beside_a_copy() -> None:
     machine = Machine(Link(0), Link(0), num_slots=1, cpu_share=0.5)
     units = [unit(10, 1), unit(30, 3, 16), unit(10, 1)]
