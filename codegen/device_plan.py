@@ -86,14 +86,17 @@ def plan_device(
 
 
 def profiling_tables(
-    kind: str, headroom_bytes: int, code: DeviceCode | None, num_units: int
+    kind: str, vram_bytes: int, code: DeviceCode | None, num_units: int
 ) -> DeviceTables:
-    """The tables of a plan that is only opened to be timed: kernels, but no placement."""
+    """The tables of a plan that is only opened to be timed: kernels, but no placement.
+
+    It may use the whole device, of `vram_bytes`: units are timed one at a time.
+    """
     nothing = [Times(0, 0)] * num_units
     return DeviceTables(
         kind=kind,
-        budget_bytes=0,
-        headroom_bytes=headroom_bytes,
+        budget_bytes=vram_bytes,
+        headroom_bytes=0,
         hand_off_ns=0,
         link_bytes_per_s=0.0,
         stream_from_rows=0,
@@ -152,7 +155,9 @@ def _rungs(
         needed = fixed.total + slots + placement.resident_bytes
         return [Rung(request.budget_bytes, needed, slots, placement)]
     rungs = ladder(costs, objective, request.budget_bytes, fixed, slots, LADDER_TOLERANCE)
-    return [*rungs, whole] if whole else list(rungs)
+    if whole is None or (not slots and rungs[-1].placement.on_gpu == whole.placement.on_gpu):
+        return list(rungs)
+    return [*rungs, whole]
 
 
 def all_resident(

@@ -220,7 +220,7 @@ def _annotate(b: Compilation, profile: Path, stages: _Stages) -> Annotation:
         units, num_bytes = b.parts.units, b.device_bytes()
         return annotate(b.graph, units, num_bytes, timer, b.load, stages.progress)
 
-    if b.target.gpu == "cuda" and b.target.source == "detected":
+    if b.target.source == "detected":
         with measuring(b, profile, stages.progress) as timer:
             found = annotate_with(timer)
             return dataclasses.replace(found, fixed_device_bytes=timer.fixed_device_bytes())

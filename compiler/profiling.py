@@ -83,11 +83,9 @@ def measuring(b: Compilation, profile: Path, progress: Progress | None) -> Itera
     from atsc.runtime import loader
 
     kept = cache_dir() / "profiles" / f"{_identity(b)}.json"
-    tables = profiling_tables(
-        b.target.gpu, b.options.headroom_bytes, b.code.device, len(b.parts.units)
-    )
+    tables = profiling_tables(b.target.gpu, b.target.vram_bytes, b.code.device, len(b.parts.units))
     write_compiled(b, None, tables, profile, progress)
-    with loader.load(profile, threads=b.options.threads) as plan:
+    with loader.load(profile, threads=b.options.threads, strict=True) as plan:
         timer = MeasuredTimer(plan, _signatures(b), _read(kept))
         yield timer
         _write(kept, timer.answers)

@@ -150,7 +150,7 @@ def _units(
         b.load,
         annotation,
     )
-    on_device = device.rungs[-1][1] if device else [False] * len(units)
+    on_device = device.rungs[-1][1] if device and device.rungs else [False] * len(units)
     for unit, crc32, here, cost in zip(units, weights.unit_crc32s, on_device, costs, strict=True):
         yield plan.Unit(
             name=unit.name,
