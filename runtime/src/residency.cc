@@ -93,10 +93,10 @@ void DeviceShare::lay_out(Device& device) {
   round_bytes = token_ids_offset + round_up(sizeof(int32_t) * plan_.chunk, kAlignment);
   logits_bytes = sizeof(float) * plan_.vocab_size * static_cast<uint64_t>(plan_.max_logit_rows);
   const int num_sms = device.info().num_sms;
-  for (int node = 0; node < plan_.num_nodes; ++node) {
-    if (!has_kernels(node)) continue;
-    add_scratch(device, node, true, num_sms);
-    add_scratch(device, node, false, num_sms);
+  for (const bool few_rows : {false, true}) {  // a kernel of both needs what many rows need
+    for (int node = 0; node < plan_.num_nodes; ++node) {
+      if (has_kernels(node)) add_scratch(device, node, few_rows, num_sms);
+    }
   }
 }
 
@@ -105,9 +105,10 @@ void DeviceShare::add_scratch(Device& device, int node, bool few_rows, int num_s
   const KernelHandle handle = kernel(node, few_rows);
   const int layer = plan_.nodes[node].layer;
   const int64_t capacity = layer >= 0 ? plan_.caches[layer].capacity : 0;
-  const int64_t rows = few_rows ? kFewRows : std::max(plan_.chunk, plan_.max_logit_rows);
+  const int64_t most = std::max<int64_t>({kFewRows, plan_.chunk, plan_.max_logit_rows});
+  const int64_t rows = few_rows ? kFewRows : most;
   const uint64_t bytes = device.scratch_bytes(handle, {rows, capacity, num_sms});
-  if (bytes == 0 || (scratch_of(handle, capacity) != kNowhere)) return;
+  if (bytes == 0 || scratch_of(handle, capacity) != kNowhere) return;
   scratch_.push_back({handle.entry, capacity, scratch_bytes, bytes});
   scratch_bytes += round_up(bytes, kAlignment);
 }

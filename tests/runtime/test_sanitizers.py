@@ -29,11 +29,12 @@ def _supported(flags: tuple[str, ...], folder: Path) -> bool:
     ],
     ids=["thread", "address,undefined"],
 )
-def test_stress(tiny_folder: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("rungs", [-1, 3], ids=["cpu", "hybrid"])
+def test_stress(tiny_folder: Path, tmp_path: Path, flags: tuple[str, ...], rungs: int) -> None:
     if not _supported(flags, tmp_path):
         pytest.skip(f"the compiler cannot build for {flags[0]} here")
     program = tmp_path / "stress"
-    build_program([SOURCE.with_name("stress.cc")], program, (*flags, "-O1"))
+    build_program([SOURCE.with_name("stress.cc")], program, (*flags, "-O1"), rungs)
     shown = subprocess.run(
         [str(program), str(tiny_folder / "weights.bin"), str(tmp_path / "state")],
         capture_output=True,

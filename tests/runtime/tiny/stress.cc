@@ -1,5 +1,6 @@
 // Runs the tiny plan hard, for a sanitizer to watch: pools of several sizes, sessions in threads of
-// their own, cancels at any moment, save and restore. stress WEIGHTS STATE_FILE; prints "fine".
+// their own, cancels at any moment, save and restore; if the plan is for the virtual device, with
+// units here and there. stress WEIGHTS STATE_FILE; prints "fine".
 #include <atomic>
 #include <chrono>
 #include <cstdio>
@@ -87,7 +88,7 @@ void decode_while_cancelled(atsc_session* session) {
 }
 
 void use_plan(const char* weights, const std::string& state, int num_threads, bool read,
-              std::vector<float>& expected) {
+              bool has_device, std::vector<float>& expected) {
   atsc_message said = message();
   atsc_plan_options options{};
   options.struct_size = sizeof options;
@@ -96,6 +97,12 @@ void use_plan(const char* weights, const std::string& state, int num_threads, bo
   options.weights_mode = read ? ATSC_WEIGHTS_READ : ATSC_WEIGHTS_MAP;
   options.verify = 1;
   options.max_sessions = 3;
+  const uint8_t on_device[3][4] = {{0, 1, 0, 1}, {0, 0, 1, 0}, {0, 1, 1, 0}};
+  if (has_device) {
+    options.num_units = 4;
+    options.on_device = on_device[num_threads % 3];
+    options.strict = 1;
+  }
   atsc_plan* plan = nullptr;
   check(api->plan_open(&options, &plan, &said), said);
   std::vector<std::thread> users;
@@ -128,15 +135,19 @@ int main(int argc, char** argv) {
   options.struct_size = sizeof options;
   options.weights_path = argv[1];
   options.num_threads = 1;
+  options.no_device = 1;
   atsc_plan* plan = nullptr;
   atsc_session* session = nullptr;
   check(api->plan_open(&options, &plan, &said), said);
   check(api->session_create(plan, &session, &said), said);
+  atsc_plan_info info{};
+  info.struct_size = sizeof info;
+  check(api->plan_get_info(plan, &info, &said), said);
   std::vector<float> expected = forward(session);
   check(api->session_destroy(session, &said), said);
   check(api->plan_close(plan, &said), said);
   for (const int num_threads : {1, 2, 4}) {
-    use_plan(argv[1], argv[2], num_threads, num_threads == 2, expected);
+    use_plan(argv[1], argv[2], num_threads, num_threads == 2, info.num_placements > 0, expected);
   }
   std::puts("fine");
 }
