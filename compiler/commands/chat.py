@@ -71,6 +71,7 @@ class Chat:
         self._console = console
         self._opening: list[Message] = [_message("system", system)] if system else []
         self._exchanges: list[tuple[Message, Message]] = []
+        self._num_tokens = 0
         self._stats = Stats()
         writer.chat_ids([*self._opening, _message("user", "Hello")])  # refused now or never
 
@@ -90,10 +91,12 @@ class Chat:
         if command == "/help":
             self._console.note(HELP)
         elif command == "/reset":
+            # The session keeps its tokens: the next conversation may begin with the same ones.
             self._exchanges.clear()
+            self._num_tokens = 0
             self._console.note("the conversation is forgotten")
         elif command == "/stats":
-            self._console.note(self._stats.text(self._writer.num_held, self._plan.context_length))
+            self._console.note(self._stats.text(self._num_tokens, self._plan.context_length))
         else:
             word = command.split()[0]
             self._console.note(
@@ -105,6 +108,7 @@ class Chat:
         asked = _message("user", question)
         answer = self._writer.answer(self._fitting_ids(asked))
         self._stats.add(answer)
+        self._num_tokens = self._writer.num_held
         if answer.text:
             print(flush=True)
         if answer.text or answer.finish != "interrupted":
@@ -155,10 +159,10 @@ class Stats:
         self.num_prefilled += answer.num_new_prompt_tokens
         self.num_answered += len(answer.tokens)
 
-    def text(self, num_held: int, context: int) -> str:
+    def text(self, num_tokens: int, context: int) -> str:
         """For people."""
         lines = [
-            f"context   {num_held} of {context} tokens",
+            f"context   {num_tokens} of {context} tokens",
             f"prefilled {self.num_prefilled} tokens of {self.num_prompt_tokens}; the session held "
             "the others already",
             f"answered  {self.num_answered} tokens",

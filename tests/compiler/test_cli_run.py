@@ -4,117 +4,15 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import pytest
+from fake_plan import CONTEXT, FakePlan, FakeSession, FakeTokenizer
 
 from atsc.compiler import cli
-from atsc.compiler.errors import UsageError
 from atsc.runtime import loader
-
-CONTEXT, CHUNK = 40, 8
-EOS = 0
-
-
-class FakeStream:
-    """Holds back every character until the next token comes."""
-
-    def __init__(self) -> None:
-        self.waiting = ""
-
-    def push(self, token: int) -> str:
-        out, self.waiting = self.waiting, chr(token)
-        return out
-
-    def flush(self) -> str:
-        out, self.waiting = self.waiting, ""
-        return out
-
-
-class FakeTokenizer:
-    """A character is its code."""
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return [ord(character) for character in text]
-
-    def render_chat(self, messages: Sequence[dict[str, str]]) -> str:
-        return "".join(f"<{m['role'][0]}>{m['content']}" for m in messages) + "<a>"
-
-    def stream(self) -> FakeStream:
-        return FakeStream()
-
-
-class FakeSession:
-    """Repeats the last character of the prompt as digits 1, 2, ... and stops after `stop_at`."""
-
-    stop_at = 100
-    remembers = 10**9
-    """Tokens that a rewind may take back."""
-
-    def __init__(self) -> None:
-        self.held: list[int] = []
-        self.log: list[Any] = []
-
-    @property
-    def position(self) -> int:
-        return len(self.held)
-
-    def prefill(self, ids: Sequence[int], logits: str = "last") -> None:
-        self.log.append(("prefill", len(ids), logits))
-        self.held += list(ids)
-        assert len(self.held) <= CONTEXT
-
-    def decode(self, token: int) -> None:
-        self.log.append(("decode", token))
-        self.held.append(token)
-        assert len(self.held) <= CONTEXT
-
-    def rewind(self, position: int) -> None:
-        if position and len(self.held) - position > self.remembers:
-            raise UsageError("forgotten")
-        self.log.append(("rewind", position))
-        self.held = self.held[:position]
-
-    def generate(self, ids: Sequence[int], **options: Any) -> Iterator[int]:
-        self.log.append(("generate", len(ids), options))
-        self.held += list(ids)
-        for index in range(min(options["max_new_tokens"], self.stop_at)):
-            token = ord("1") + index
-            yield token
-            if len(self.held) >= CONTEXT:
-                return
-            self.held.append(token)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.log.append("closed")
-
-
-class FakePlan:
-    model_name, vocab_size, context_length, chunk = "fake", 50, CONTEXT, CHUNK
-    num_threads, isa, bos_token_id = 2, "avx2", None
-    tokenizer = FakeTokenizer()
-    manifest = SimpleNamespace(memory=SimpleNamespace(weights_bytes=3 << 20))
-
-    def __init__(self) -> None:
-        self.sessions: list[FakeSession] = []
-        self.options: dict[str, Any] = {}
-
-    def session(self) -> FakeSession:
-        self.sessions.append(FakeSession())
-        return self.sessions[-1]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
 
 @pytest.fixture
