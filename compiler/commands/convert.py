@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from atsc.compiler.commands.console import Console, existing
+from atsc.compiler.commands.console import Console, existing, format_size
 from atsc.compiler.errors import ModelError, UsageError
 
 
@@ -30,10 +30,19 @@ def run(args: argparse.Namespace, console: Console) -> int:
     from atsc.compiler.importers.gguf import convert_gguf
 
     begin = time.monotonic()
-    convert_gguf(source, args.output, progress=console.progress)
+    sizes = convert_gguf(source, args.output, progress=console.progress)
     seconds = time.monotonic() - begin
     console.result(
-        {"source": str(source), "model": str(args.output), "seconds": round(seconds, 3)},
-        f"{args.output} written in {seconds:.1f} s; compile it with: atsc compile {args.output}",
+        {
+            "source": str(source),
+            "model": str(args.output),
+            "seconds": round(seconds, 3),
+            "source_bytes": sizes.source_bytes,
+            "weight_bytes": sizes.weight_bytes,
+        },
+        f"{args.output} written in {seconds:.1f} s; compile it with: atsc compile {args.output}\n"
+        f"weights: {format_size(sizes.source_bytes)} in the GGUF file,"
+        f" {format_size(sizes.weight_bytes)} in ONNX"
+        f" ({sizes.weight_bytes / sizes.source_bytes:.2f} times as much)",
     )
     return 0

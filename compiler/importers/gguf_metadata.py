@@ -53,6 +53,14 @@ class Metadata:
         """A list of floating-point numbers."""
         return self._list(key, float, "numbers")
 
+    def flags(self, key: str) -> list[bool]:
+        """A list of booleans."""
+        return self._list(key, bool, "booleans")
+
+    def is_list(self, key: str) -> bool:
+        """Whether a key holds a list."""
+        return key in self and isinstance(self._contents(key), list)
+
     def is_set(self, key: str) -> bool:
         """Whether a key is there and neither 0, false nor empty."""
         return key in self and bool(self._contents(key))

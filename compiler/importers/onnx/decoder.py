@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,11 +90,12 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
-    """down(silu(gate(x)) * up(x))."""
+    """down(act(gate(x)) * up(x)), `activation` being `silu` or `gelu_tanh`."""
 
     gate: Linear
     up: Linear
     down: Linear
+    activation: Literal["silu", "gelu_tanh"] = "silu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +128,17 @@ class MoeMlp:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One decoder layer: norm, attention, norm, feed-forward, with two residual sums."""
+    """One decoder layer: norm, attention, norm, feed-forward, with two residual sums.
+
+    Gemma normalises what attention and feed-forward add to the residual once more (RMSNorm).
+    """
 
     attention_norm: Norm
     attention: Attention
     mlp_norm: Norm
     mlp: GatedMlp | PlainMlp | MoeMlp
+    attention_post_norm: Norm | None = None
+    mlp_post_norm: Norm | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +155,10 @@ class Decoder:
 
     Attributes:
         embedding: [vocab, hidden], rows gathered by token id.
+        embedding_scale: what the rows are multiplied by.
         positions: a learned position table [context + position_offset, hidden].
         rotary: None for learned positions.
+        window_rotary: of the layers with a window; None: the same as of the others.
         head: None where the embedding matrix is the head too (tied).
     """
 
@@ -167,6 +176,8 @@ class Decoder:
     rotary: Rotary | None
     positions: F32Array | None = None
     position_offset: int = 0
+    embedding_scale: float = 1.0
+    window_rotary: Rotary | None = None
     attention_scale: float | None = None
     """None: head_size ** -0.5."""
 

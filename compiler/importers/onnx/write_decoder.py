@@ -70,18 +70,24 @@ def write_decoder(
 def _write_graph(w: GraphWriter, decoder: Decoder) -> None:
     lengths = _mask_lengths(w)
     hidden, head_names = _embedding(w, decoder)
-    rotary = ("", "") if decoder.rotary is None else _rotary_caches(w, decoder, decoder.rotary)
+    rotary, window_rotary = _all_rotary_caches(w, decoder)
     residual, update = hidden, ""
     for index, layer in enumerate(decoder.layers):
         prefix = f"/model/layers.{index}"
         x, residual = _norm(
             w, decoder, f"{prefix}/input_layernorm", layer.attention_norm, residual, update
         )
-        update = _attention(w, decoder, index, layer.attention, x, (*lengths, *rotary))
-        x, residual = _norm(
-            w, decoder, f"{prefix}/post_attention_layernorm", layer.mlp_norm, residual, update
-        )
+        caches = window_rotary if layer.attention.window > 0 else rotary
+        update = _attention(w, decoder, index, layer.attention, x, (*lengths, *caches))
+        name = "post_attention_layernorm"
+        if layer.attention_post_norm is not None:
+            update, _ = _norm(w, decoder, f"{prefix}/{name}", layer.attention_post_norm, update, "")
+            name = "pre_feedforward_layernorm"
+        x, residual = _norm(w, decoder, f"{prefix}/{name}", layer.mlp_norm, residual, update)
         update = _mlp(w, decoder, prefix, layer, x)
+        if layer.mlp_post_norm is not None:
+            name = "post_feedforward_layernorm"
+            update, _ = _norm(w, decoder, f"{prefix}/{name}", layer.mlp_post_norm, update, "")
     name = f"/model/layers.{len(decoder.layers)}/final_norm_layernorm"
     x, _ = _norm(w, decoder, name, decoder.final_norm, residual, update, is_last=True)
     if decoder.head is None:
@@ -131,6 +137,11 @@ def _embedding(w: GraphWriter, decoder: Decoder) -> tuple[str, list[str]]:
         hidden = w.node("Gather", [*names, "input_ids"], f"{name}/Gather")
         if matrix.format.dtype is not DType.F32:
             hidden = w.node("Cast", [hidden], f"{name}/Cast", to=TensorProto.FLOAT)
+    if decoder.embedding_scale != 1.0:
+        scale = w.floats(
+            f"{stem.removesuffix('.weight')}.scale", np.array([decoder.embedding_scale])
+        )
+        hidden = w.node("Mul", [hidden, scale], f"{name}/Mul")
     if decoder.positions is not None:
         hidden = _add_positions(w, decoder, hidden)
     return hidden, names
@@ -147,7 +158,22 @@ def _add_positions(w: GraphWriter, decoder: Decoder, hidden: str) -> str:
     return w.node("Add", [hidden, position], "/model/embed/Add")
 
 
-def _rotary_caches(w: GraphWriter, decoder: Decoder, rotary: Rotary) -> tuple[str, str]:
+def _all_rotary_caches(w: GraphWriter, decoder: Decoder) -> tuple[tuple[str, str], tuple[str, str]]:
+    """cos and sin of layers that see everything, and of those with a window."""
+    if decoder.rotary is None:
+        return ("", ""), ("", "")
+    if decoder.window_rotary is None:
+        caches = _rotary_caches(w, decoder, decoder.rotary, "")
+        return caches, caches
+    return (
+        _rotary_caches(w, decoder, decoder.rotary, "_global"),
+        _rotary_caches(w, decoder, decoder.window_rotary, "_local"),
+    )
+
+
+def _rotary_caches(
+    w: GraphWriter, decoder: Decoder, rotary: Rotary, suffix: str
+) -> tuple[str, str]:
     frequencies = rotary.inverse_frequencies
     shape = (decoder.context_length, len(frequencies))
 
@@ -157,8 +183,8 @@ def _rotary_caches(w: GraphWriter, decoder: Decoder, rotary: Rotary) -> tuple[st
             angles = np.outer(positions, frequencies)
             yield (function(angles) * rotary.magnitude).astype(np.float32)
 
-    cos = w.stream("cos_cache", TensorProto.FLOAT, shape, rows(np.cos))
-    return cos, w.stream("sin_cache", TensorProto.FLOAT, shape, rows(np.sin))
+    cos = w.stream(f"cos_cache{suffix}", TensorProto.FLOAT, shape, rows(np.cos))
+    return cos, w.stream(f"sin_cache{suffix}", TensorProto.FLOAT, shape, rows(np.sin))
 
 
 def _norm(
@@ -290,13 +316,17 @@ def _head_norm(w: GraphWriter, decoder: Decoder, name: str, weight: Array, x: st
 
 def _mlp(w: GraphWriter, decoder: Decoder, prefix: str, layer: Layer, x: str) -> str:
     match layer.mlp:
-        case GatedMlp(gate, up, down):
+        case GatedMlp(gate, up, down, activation):
             g = w.linear(f"{prefix}/mlp/gate_proj", x, [gate])
             u = w.linear(f"{prefix}/mlp/up_proj", x, [up])
-            sigmoid = w.node("Sigmoid", [g], f"{prefix}/mlp/act_fn/Sigmoid")
-            silu = w.node("Mul", [g, sigmoid], f"{prefix}/mlp/act_fn/Mul")
+            name = f"{prefix}/mlp/act_fn"
+            if activation == "silu":
+                sigmoid = w.node("Sigmoid", [g], f"{name}/Sigmoid")
+                active = w.node("Mul", [g, sigmoid], f"{name}/Mul")
+            else:
+                active = w.node("Gelu", [g], f"{name}/Gelu", approximate="tanh")
             return w.linear(
-                f"{prefix}/mlp/down_proj", w.node("Mul", [silu, u], f"{prefix}/mlp/Mul"), [down]
+                f"{prefix}/mlp/down_proj", w.node("Mul", [active, u], f"{prefix}/mlp/Mul"), [down]
             )
         case PlainMlp(up, down):
             y = w.linear(f"{prefix}/mlp/fc1", x, [up])

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from gguf import GGMLQuantizationType as Q
+from gguf_sample import LAYERS, Sample, expected_logits, run_onnx, sample
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
@@ -23,156 +21,7 @@ from tokenizers import Tokenizer
 from atsc.compiler.errors import ModelError, UsageError
 from atsc.compiler.importers.gguf import convert_gguf
 
-LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_SIZE, INNER, VOCAB, CONTEXT = 2, 64, 4, 2, 32, 96, 131, 48
-THETA, EPSILON = 5000.0, 1e-5
-
-
-@dataclasses.dataclass
-class Sample:
-    """A small random model: tensors as float32, and how each of them is to be stored."""
-
-    tensors: dict[str, np.ndarray]
-    kinds: dict[str, Q]
-    keys: dict[str, Any] = dataclasses.field(default_factory=dict)
-    context: int = CONTEXT
-
-    def write(self, path: Path) -> Path:
-        writer = gguf.GGUFWriter(path, "llama")
-        writer.add_block_count(LAYERS)
-        writer.add_context_length(self.context)
-        writer.add_embedding_length(HIDDEN)
-        writer.add_feed_forward_length(INNER)
-        writer.add_head_count(HEADS)
-        writer.add_head_count_kv(KV_HEADS)
-        writer.add_key_length(HEAD_SIZE)
-        writer.add_value_length(HEAD_SIZE)
-        writer.add_rope_freq_base(THETA)
-        writer.add_layer_norm_rms_eps(EPSILON)
-        for key, value in self.keys.items():
-            add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
-            add[type(value)](f"llama.{key}", value)
-        for name, values in self.tensors.items():
-            kind = self.kinds[name]
-            stored = values if kind is Q.F32 else gguf.quants.quantize(values, kind)
-            writer.add_tensor(name, stored, raw_dtype=kind)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        return path
-
-
-def sample(
-    matrices: Q = Q.Q8_0,
-    embedding: Q = Q.Q8_0,
-    *,
-    is_tied: bool = True,
-    value: Q | None = None,
-    has_bias: bool = False,
-    has_factors: bool = False,
-) -> Sample:
-    rng = np.random.default_rng(7)
-    tensors: dict[str, np.ndarray] = {}
-    kinds: dict[str, Q] = {}
-
-    def add(name: str, *shape: int, kind: Q = Q.F32, mean: float = 0.0) -> None:
-        spread = 0.2 if len(shape) == 1 else shape[-1] ** -0.5
-        tensors[name] = (mean + spread * rng.standard_normal(shape)).astype(np.float32)
-        kinds[name] = kind
-
-    add("token_embd.weight", VOCAB, HIDDEN, kind=embedding)
-    for i in range(LAYERS):
-        block = f"blk.{i}"
-        add(f"{block}.attn_norm.weight", HIDDEN, mean=1)
-        add(f"{block}.ffn_norm.weight", HIDDEN, mean=1)
-        rows = {"q": HEADS * HEAD_SIZE, "k": KV_HEADS * HEAD_SIZE, "v": KV_HEADS * HEAD_SIZE}
-        for letter, size in rows.items():
-            kind = value if letter == "v" and value is not None else matrices
-            add(f"{block}.attn_{letter}.weight", size, HIDDEN, kind=kind)
-            if has_bias:
-                add(f"{block}.attn_{letter}.bias", size)
-        add(f"{block}.attn_output.weight", HIDDEN, HEADS * HEAD_SIZE, kind=matrices)
-        add(f"{block}.ffn_gate.weight", INNER, HIDDEN, kind=matrices)
-        add(f"{block}.ffn_up.weight", INNER, HIDDEN, kind=matrices)
-        add(f"{block}.ffn_down.weight", HIDDEN, INNER, kind=matrices)
-    add("output_norm.weight", HIDDEN, mean=1)
-    if not is_tied:
-        add("output.weight", VOCAB, HIDDEN, kind=matrices)
-    if has_factors:
-        add("rope_freqs.weight", HEAD_SIZE // 2)
-        tensors["rope_freqs.weight"] = np.linspace(1, 8, HEAD_SIZE // 2, dtype=np.float32)
-    return Sample(tensors, kinds)
-
-
-def expected_logits(model: Sample, ids: list[int]) -> np.ndarray:
-    """llama.cpp's definition in float64: RoPE turns neighbours in the permuted q and k."""
-    weights = {
-        name: values.astype(np.float64)
-        if (kind := model.kinds[name]) is Q.F32
-        else gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind).astype(np.float64)
-        for name, values in model.tensors.items()
-    }
-    frequencies = THETA ** (-np.arange(0, HEAD_SIZE, 2) / HEAD_SIZE)
-    frequencies = frequencies / weights.get("rope_freqs.weight", 1.0)
-    angles = np.outer(np.arange(len(ids)), frequencies)[:, None]
-
-    def norm(x: np.ndarray, name: str) -> np.ndarray:
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + EPSILON) * weights[name]
-
-    def rope(x: np.ndarray) -> np.ndarray:
-        even, odd = x[..., 0::2], x[..., 1::2]
-        turned = np.empty_like(x)
-        turned[..., 0::2] = even * np.cos(angles) - odd * np.sin(angles)
-        turned[..., 1::2] = even * np.sin(angles) + odd * np.cos(angles)
-        return turned
-
-    def heads(x: np.ndarray, name: str, count: int) -> np.ndarray:
-        y = x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", 0.0)
-        return y.reshape(len(ids), count, HEAD_SIZE)
-
-    x = weights["token_embd.weight"][ids]
-    mask = np.triu(np.full((len(ids), len(ids)), -np.inf), 1)
-    for i in range(LAYERS):
-        block = f"blk.{i}"
-        h = norm(x, f"{block}.attn_norm.weight")
-        q = rope(heads(h, f"{block}.attn_q", HEADS))
-        k = rope(heads(h, f"{block}.attn_k", KV_HEADS)).repeat(HEADS // KV_HEADS, axis=1)
-        v = heads(h, f"{block}.attn_v", KV_HEADS).repeat(HEADS // KV_HEADS, axis=1)
-        scores = np.exp(np.einsum("mhd,thd->hmt", q, k) * HEAD_SIZE**-0.5 + mask)
-        attended = np.einsum("hmt,thd->mhd", scores / scores.sum(-1, keepdims=True), v)
-        x = x + attended.reshape(len(ids), -1) @ weights[f"{block}.attn_output.weight"].T
-        h = norm(x, f"{block}.ffn_norm.weight")
-        gate = h @ weights[f"{block}.ffn_gate.weight"].T
-        up = h @ weights[f"{block}.ffn_up.weight"].T
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ weights[f"{block}.ffn_down.weight"].T
-    head = weights.get("output.weight", weights["token_embd.weight"])
-    return norm(x, "output_norm.weight") @ head.T
-
-
-def run_onnx(path: Path, ids: list[int], *, accuracy_level: int = 1) -> np.ndarray:
-    """Logits of all rows from onnxruntime; level 1 is its exact arithmetic."""
-    model = onnx.load(path, load_external_data=False)
-    for node in model.graph.node:
-        for attribute in node.attribute:
-            if attribute.name == "accuracy_level":
-                attribute.i = accuracy_level
-    exact = path.with_name("exact.onnx")
-    onnx.save(model, exact)
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(exact, options, providers=["CPUExecutionProvider"])
-    config = json.loads((path.parent / "genai_config.json").read_text())["model"]["decoder"]
-    past = np.zeros((1, config["num_key_value_heads"], 0, config["head_size"]), np.float32)
-    feeds = {
-        "input_ids": np.array([ids], np.int64),
-        "attention_mask": np.ones((1, len(ids)), np.int64),
-    }
-    feeds |= {value.name: past for value in session.get_inputs() if value.name not in feeds}
-    logits = session.run(["logits"], feeds)[0]
-    assert isinstance(logits, np.ndarray)
-    return logits[0]
-
-
+WIDE = {"hidden": 256, "inner": 512, "num_heads": 8}
 MODELS: dict[str, Callable[[], Sample]] = {
     "q4_0": lambda: sample(Q.Q4_0, Q.Q4_0),
     "q4_1": lambda: sample(Q.Q4_1, Q.Q8_0),
@@ -184,6 +33,12 @@ MODELS: dict[str, Callable[[], Sample]] = {
     "bf16 untied": lambda: sample(Q.BF16, Q.BF16, is_tied=False),
     "value of another type": lambda: sample(Q.Q4_0, Q.F16, value=Q.Q8_0, has_bias=True),
     "biases and rope factors": lambda: sample(Q.Q8_0, Q.Q8_0, has_bias=True, has_factors=True),
+    "q5_0": lambda: sample(Q.Q5_0, Q.Q5_0),
+    "q5_1": lambda: sample(Q.Q5_1, Q.Q5_0),
+    "q5_k with a q5_k table": lambda: sample(Q.Q5_K, Q.Q5_K, value=Q.Q6_K, **WIDE),
+    "q4_k with a tied q6_k table": lambda: sample(Q.Q4_K, Q.Q6_K, value=Q.Q6_K, **WIDE),
+    "q4_k with a tied q4_k table": lambda: sample(Q.Q4_K, Q.Q4_K, **WIDE),
+    "q6_k untied with a q5_1 table": lambda: sample(Q.Q6_K, Q.Q5_1, is_tied=False, **WIDE),
 }
 
 
@@ -222,8 +77,16 @@ REFUSED: dict[str, tuple[Callable[[Sample], object], str]] = {
         lambda m: m.keys.update({"attention.sliding_window": 16}),
         r"llama\.attention\.sliding_window is not supported",
     ),
-    "yarn": (lambda m: m.keys.update({"rope.scaling.type": "yarn"}), "type 'yarn'"),
-    "linear": (lambda m: m.keys.update({"rope.scale_linear": 4.0}), "type 'linear'"),
+    "longrope": (lambda m: m.keys.update({"rope.scaling.type": "longrope"}), "type 'longrope'"),
+    "yarn's keys": (
+        lambda m: m.keys.update({"rope.scaling.type": "yarn", "rope.scaling.yarn_beta_slow": 0.5}),
+        r"llama\.rope\.scaling\.yarn_beta_slow is 0\.5, supported: 1",
+    ),
+    "factor": (
+        lambda m: m.keys.update({"rope.scaling.factor": -2.0}),
+        r"llama\.rope\.scaling\.factor is -2\.0, expected a number > 0",
+    ),
+    "base": (lambda m: m.keys.update({"rope.freq_base": float("nan")}), r"rope\.freq_base is nan"),
     "partial rope": (
         lambda m: m.keys.update({"rope.dimension_count": 16}),
         r"rope\.dimension_count is 16, but heads have 32",
@@ -248,8 +111,8 @@ REFUSED: dict[str, tuple[Callable[[Sample], object], str]] = {
         r"blk\.1\.ffn_up\.weight: expected 96 x 64 \(outputs x inputs\), found 95 x 64",
     ),
     "type": (
-        lambda m: m.kinds.update({"blk.1.ffn_up.weight": Q.Q5_0}),
-        r"blk\.1\.ffn_up\.weight is of type Q5_0",
+        lambda m: m.kinds.update({"blk.1.ffn_up.weight": Q.MXFP4}),
+        r"blk\.1\.ffn_up\.weight is of type MXFP4",
     ),
 }
 
@@ -353,7 +216,7 @@ def test_damaged_files_fail_in_one_line(
 
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     model = sample(Q.F32, Q.F32)
-    model.tensors["token_embd.weight"] = np.ones((400_000, HIDDEN), np.float32)
+    model.tensors["token_embd.weight"] = np.ones((400_000, model.hidden), np.float32)
     source = model.write(tmp_path / "m.gguf")
     assert source.stat().st_size > 100e6
     del model

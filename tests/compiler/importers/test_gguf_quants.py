@@ -6,24 +6,34 @@ import gguf
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Q
+from gguf_sample import quantized
+from k_quants import pack_k, pack_q6_k
 
 from atsc.compiler.errors import ModelError
 from atsc.compiler.importers import gguf_quants
 from atsc.compiler.importers.gguf_quants import dequantized, matrix_of, vector_of
 from atsc.compiler.importers.onnx.decoder import Matrix
-from atsc.compiler.ir import ArraySource, DType, Weight
-from atsc.compiler.weights import dequantize
+from atsc.compiler.ir import ArraySource, BlockFormat, DType, Weight
+from atsc.compiler.weights import dequantize, unpack_codes
 
-SUPPORTED = (Q.F32, Q.F16, Q.BF16, Q.Q4_0, Q.Q4_1, Q.Q8_0)
-ROWS, WIDTH, HEADS = 24, 128, 3
+FLOATS = (Q.F32, Q.F16, Q.BF16)
+BLOCKS = (Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0, Q.Q4_K, Q.Q5_K, Q.Q6_K)
+FORMATS = {
+    Q.Q4_0: BlockFormat(4, 32, False),
+    Q.Q4_1: BlockFormat(4, 32, True),
+    Q.Q5_0: BlockFormat(8, 32, False),
+    Q.Q5_1: BlockFormat(8, 32, True),
+    Q.Q8_0: BlockFormat(8, 32, False),
+    Q.Q4_K: BlockFormat(4, 32, True),
+    Q.Q5_K: BlockFormat(8, 32, True),
+    Q.Q6_K: BlockFormat(8, 16, False),
+}
+ROWS, WIDTH, HEADS = 24, 512, 3
 
 
 def stored(kind: Q, rng: np.random.Generator, rows: int = ROWS, width: int = WIDTH) -> np.ndarray:
     """Random rows as a file of this type holds them; for blocks, what a quantiser makes of them."""
-    values = rng.standard_normal((rows, width)).astype(np.float32)
-    if kind is Q.F32:
-        return values
-    return gguf.quants.quantize(values, kind)
+    return quantized(rng.standard_normal((rows, width)).astype(np.float32), kind)
 
 
 def read_back(tmp_path: Path, data: np.ndarray, kind: Q) -> gguf.ReaderTensor:
@@ -47,11 +57,12 @@ def as_weight(matrix: Matrix) -> Weight:
     return Weight("w", matrix.shape, matrix.format, parts)
 
 
-def assert_lossless(actual: np.ndarray, expected: np.ndarray) -> None:
-    """Within one fp32 ulp of the largest magnitude of each block of 32."""
-    blocks = expected.reshape(-1, 32)
+def assert_lossless(weight: Weight, expected: np.ndarray) -> None:
+    """Within one fp32 ulp of the largest magnitude of each block."""
+    size = weight.format.block_size if isinstance(weight.format, BlockFormat) else 1
+    blocks = expected.reshape(-1, size)
     ulp = np.spacing(np.abs(blocks).max(axis=1, keepdims=True))
-    assert (np.abs(actual.reshape(-1, 32) - blocks) <= ulp).all()
+    assert (np.abs(dequantize(weight).reshape(-1, size) - blocks) <= ulp).all()
 
 
 def permuted(rows: np.ndarray, num_heads: int) -> np.ndarray:
@@ -65,7 +76,7 @@ def permuted(rows: np.ndarray, num_heads: int) -> np.ndarray:
 
 @pytest.mark.parametrize("chunk_bytes", [1, 2000, 4 << 20])
 @pytest.mark.parametrize("num_heads", [0, HEADS])
-@pytest.mark.parametrize("kind", SUPPORTED, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", FLOATS + BLOCKS, ids=lambda kind: kind.name)
 def test_is_lossless(
     kind: Q,
     num_heads: int,
@@ -79,7 +90,52 @@ def test_is_lossless(
     tensor = read_back(tmp_path, permuted(data, num_heads) if num_heads else data, kind)
     matrix = matrix_of(tensor, num_heads=num_heads)
     assert matrix.shape == (ROWS, WIDTH)
-    assert_lossless(dequantize(as_weight(matrix)), expected)
+    weight = as_weight(matrix)
+    assert weight.format == FORMATS.get(kind, weight.format)
+    assert_lossless(weight, expected)
+
+
+@pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.name)
+def test_any_bytes_are_lossless(kind: Q, tmp_path: Path) -> None:
+    """Blocks that no quantiser makes: codes of any range, scales of any sign, offsets far away."""
+    rng = np.random.default_rng(6)
+    elements, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    data = rng.integers(0, 256, (2000, num_bytes), np.uint8)
+    data[::5, -elements // 4 :] = rng.integers(0, 256, (400, 1), np.uint8)  # Few codes a block.
+    halves = {Q.Q6_K: [208], Q.Q4_1: [0, 2], Q.Q5_1: [0, 2], Q.Q4_K: [0, 2], Q.Q5_K: [0, 2]}
+    for place in halves.get(kind, [0]):
+        values = rng.uniform(-1, 1, 2000) * 10.0 ** rng.integers(-4, 1, 2000)
+        data[:, place : place + 2] = values.astype(np.float16)[:, None].view(np.uint8)
+    data = data.reshape(2000 // 4, -1)
+    weight = as_weight(matrix_of(read_back(tmp_path, data, kind)))
+    assert_lossless(weight, gguf.quants.dequantize(data, kind))
+
+
+@pytest.mark.parametrize("kind", [Q.Q4_K, Q.Q5_K], ids=lambda kind: kind.name)
+def test_k_blocks_without_a_scale_hold_their_offset(kind: Q, tmp_path: Path) -> None:
+    rng = np.random.default_rng(7)
+    q = rng.integers(0, 16, (8, 256)).astype(np.uint8)
+    s, t = rng.integers(1, 64, (2, 8, 8)).astype(np.uint8)
+    s[:, ::3] = 0
+    t[0, 0] = 0
+    d, e = np.full((2, 8, 1), 0.01, np.float32)
+    d[5] = 0
+    data = pack_k(q, s, t, d, e, kind)
+    weight = as_weight(matrix_of(read_back(tmp_path, data, kind)))
+    assert_lossless(weight, gguf.quants.dequantize(data, kind))
+    assert np.isfinite(weight.parts["zero_points"].read()).all()
+    points = weight.parts["zero_points"].read().reshape(8, 8)
+    assert (points[5] == 0).all() and (points[:, ::3] == 0).all()
+
+
+def test_q6_k_with_scales_of_zero(tmp_path: Path) -> None:
+    rng = np.random.default_rng(8)
+    s = rng.integers(-128, 128, (4, 16)).astype(np.int8)
+    s[:, 2] = 0
+    q = rng.integers(0, 64, (4, 256)).astype(np.uint8)
+    data = pack_q6_k(q, s, np.full((4, 1), 0.02, np.float32))
+    weight = as_weight(matrix_of(read_back(tmp_path, data, Q.Q6_K)))
+    np.testing.assert_array_equal(dequantize(weight), gguf.quants.dequantize(data, Q.Q6_K))
 
 
 def test_q4_1_keeps_d_and_m_recoverable(tmp_path: Path) -> None:
@@ -97,12 +153,15 @@ def test_q4_1_keeps_d_and_m_recoverable(tmp_path: Path) -> None:
     d, m = halves.astype(np.float32).T
     has_scale = d != 0
     np.testing.assert_array_equal(scales[has_scale], d[has_scale])
-    recovered = (-scales * points).astype(np.float16)
+    codes = unpack_codes(weight.parts["codes"].read(), 4).reshape(-1, 32)
+    elements = np.concatenate([data[:, 4:] & 15, data[:, 4:] >> 4], axis=1)
+    shift = elements.min(axis=1) - codes.min(axis=1).astype(np.float32)
+    recovered = (-scales * (points + shift)).astype(np.float16)
     np.testing.assert_array_equal(recovered[has_scale], m[has_scale].astype(np.float16))
-    assert_lossless(dequantize(weight), gguf.quants.dequantize(rows, Q.Q4_1))
+    assert_lossless(weight, gguf.quants.dequantize(rows, Q.Q4_1))
 
 
-@pytest.mark.parametrize("kind", [Q.Q4_0, Q.Q4_1, Q.Q8_0], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.name)
 def test_dequantized_is_what_gguf_says(kind: Q, tmp_path: Path) -> None:
     data = stored(kind, np.random.default_rng(3))
     weight = as_weight(dequantized(read_back(tmp_path, data, kind)))
@@ -119,7 +178,7 @@ def test_vectors(kind: Q, tmp_path: Path) -> None:
     np.testing.assert_array_equal(vector_of(tensor, num_heads=4), expected)
 
 
-@pytest.mark.parametrize("kind", [Q.Q5_0, Q.Q4_K, Q.Q6_K], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [Q.Q2_K, Q.Q3_K, Q.IQ4_NL, Q.MXFP4], ids=lambda kind: kind.name)
 def test_other_types_are_named(kind: Q, tmp_path: Path) -> None:
     row_bytes = 256 // gguf.GGML_QUANT_SIZES[kind][0] * gguf.GGML_QUANT_SIZES[kind][1]
     tensor = read_back(tmp_path, np.zeros((4, row_bytes), np.uint8), kind)
