@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from atsc.compiler.errors import CancelledError, UsageError
 
@@ -16,11 +16,14 @@ EOS = 0
 class FakeStream:
     """Holds back every character until the next token comes."""
 
+    text_of: ClassVar[dict[int, str]] = {}
+    """Of tokens that are no characters."""
+
     def __init__(self) -> None:
         self.waiting = ""
 
     def push(self, token: int) -> str:
-        out, self.waiting = self.waiting, chr(token)
+        out, self.waiting = self.waiting, self.text_of.get(token, chr(token))
         return out
 
     def flush(self) -> str:
@@ -33,6 +36,9 @@ class FakeTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [ord(character) for character in text]
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return "".join(map(chr, ids))
 
     def render_chat(self, messages: Sequence[dict[str, str]]) -> str:
         return "".join(f"<{m['role'][0]}>{m['content']}" for m in messages) + "<a>"

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from atsc.compiler.commands.console import Console, format_size
-from atsc.compiler.commands.writer import Answer, Message, Writer
+from atsc.compiler.commands.writer import Answer, Message, Prompt, Writer
 from atsc.compiler.errors import UsageError
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Chat:
         self._exchanges: list[tuple[Message, Message]] = []
         self._num_tokens = 0
         self._stats = Stats()
-        writer.chat_ids([*self._opening, _message("user", "Hello")])  # refused now or never
+        writer.chat_prompt([*self._opening, _message("user", "Hello")])  # refused now or never
 
     def take(self, turn: str) -> bool:
         """Obey a command or answer a question; False to leave."""
@@ -106,7 +106,7 @@ class Chat:
 
     def _answer(self, question: str) -> None:
         asked = _message("user", question)
-        answer = self._writer.answer(self._fitting_ids(asked))
+        answer = self._writer.answer(self._fitting_prompt(asked))
         self._stats.add(answer)
         self._num_tokens = self._writer.num_held
         if answer.text:
@@ -123,24 +123,24 @@ class Chat:
         elif answer.finish == "length":
             self._console.note("(cut short by -n; ask to go on)")
 
-    def _fitting_ids(self, asked: Message) -> list[int]:
-        """The conversation's tokens; the oldest exchanges go where no room is left for an answer.
+    def _fitting_prompt(self, asked: Message) -> Prompt:
+        """The conversation; the oldest exchanges go where no room is left for an answer.
 
         Then half of the context is made free, so that not every turn has to read all of it again.
         """
         context, before = self._plan.context_length, len(self._exchanges)
-        ids = self._ids(asked)
-        if len(ids) > context - context // 8:
-            while len(ids) > context // 2 and self._exchanges:
+        prompt = self._prompt(asked)
+        if len(prompt.ids) > context - context // 8:
+            while len(prompt.ids) > context // 2 and self._exchanges:
                 del self._exchanges[0]
-                ids = self._ids(asked)
+                prompt = self._prompt(asked)
         if forgotten := before - len(self._exchanges):
             self._console.note(f"(the context is full: forgot the oldest {forgotten} of {before})")
-        return ids
+        return prompt
 
-    def _ids(self, asked: Message) -> list[int]:
+    def _prompt(self, asked: Message) -> Prompt:
         told = [message for exchange in self._exchanges for message in exchange]
-        return self._writer.chat_ids([*self._opening, *told, asked])
+        return self._writer.chat_prompt([*self._opening, *told, asked])
 
 
 class Stats:

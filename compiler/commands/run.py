@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from atsc.compiler.commands.console import Console, NotYet, at_least, between, existing
-from atsc.compiler.commands.writer import Writer
+from atsc.compiler.commands.writer import Prompt, Writer
 from atsc.compiler.errors import PlanError, UsageError
 
 
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
             converse(writer, plan, console, args.system)
             return 0
         text = sys.stdin.read() if args.prompt == "-" else args.prompt
-        answer = writer.answer(_ids(writer, args, text))
+        answer = writer.answer(_prompt(writer, args, text))
     if args.json:
         console.result({"prompt": text, **answer.document()}, "")
     else:
@@ -67,8 +67,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _ids(writer: Writer, args: argparse.Namespace, text: str) -> list[int]:
+def _prompt(writer: Writer, args: argparse.Namespace, text: str) -> Prompt:
     if not args.chat:
-        return writer.text_ids(text)
+        return writer.text_prompt(text)
     opening = [{"role": "system", "content": args.system}] if args.system else []
-    return writer.chat_ids([*opening, {"role": "user", "content": text}])
+    return writer.chat_prompt([*opening, {"role": "user", "content": text}])

@@ -73,6 +73,14 @@ class Answer:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A text and its tokens."""
+
+    text: str
+    ids: Sequence[int]
+
+
 class Writer:
     """Generates answers in one session, reusing what it holds, and prints them as they come."""
 
@@ -84,6 +92,8 @@ class Writer:
         self._plan = plan
         self._session = session
         self._held: list[int] = []
+        self._told: Prompt | None = None
+        """The latest prompt with its answer."""
         self._stop = False
 
     @property
@@ -95,23 +105,39 @@ class Writer:
         """End the present answer; a signal handler may call it."""
         self._stop = True
 
-    def text_ids(self, text: str) -> list[int]:
-        """Tokens of a plain prompt; an empty one is the beginning of a text."""
+    def text_prompt(self, text: str) -> Prompt:
+        """A plain prompt; an empty one is the beginning of a text."""
         ids = self._plan.tokenizer.encode(text)
         if not ids and self._plan.bos_token_id is not None:
-            return [self._plan.bos_token_id]
+            return Prompt(text, [self._plan.bos_token_id])
         if not ids:
             raise UsageError("the prompt is empty; give -p some text")
-        return ids
+        return Prompt(text, ids)
 
-    def chat_ids(self, messages: Sequence[Message]) -> list[int]:
-        """Tokens of a conversation, and of the opening of the answer that comes next."""
-        tokenizer = self._plan.tokenizer
-        prompt = tokenizer.render_chat(messages)
-        return tokenizer.encode(prompt, add_special_tokens=False)
+    def chat_prompt(self, messages: Sequence[Message]) -> Prompt:
+        """A conversation, and the opening of the answer that comes next.
 
-    def answer(self, ids: Sequence[int]) -> Answer:
-        """Generate after `ids`, which are the whole text so far."""
+        Models write a text in other tokens than the tokenizer, at times. Where the conversation
+        goes on from the latest answer, its tokens are taken as they were, so that all of them are
+        reused; unless that changes the text, as a space does that tokenizers put before the first
+        word.
+        """
+        tokenizer, told = self._plan.tokenizer, self._told
+        text = tokenizer.render_chat(messages)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if told and text.startswith(told.text):
+            rest = tokenizer.encode(text[len(told.text) :], add_special_tokens=False)
+            joined = [*told.ids, *rest]
+            if self._exact_text(joined) == self._exact_text(ids):
+                return Prompt(text, joined)
+        return Prompt(text, ids)
+
+    def _exact_text(self, ids: Sequence[int]) -> str:
+        return self._plan.tokenizer.decode(ids, skip_special_tokens=False)
+
+    def answer(self, prompt: Prompt) -> Answer:
+        """Generate after a prompt, which is the whole text so far."""
+        ids = prompt.ids
         limit = self._plan.context_length
         if len(ids) >= limit:
             raise UsageError(
@@ -141,8 +167,10 @@ class Writer:
         self._print(pieces, stream.flush())
         if not tokens:
             first = last = time.perf_counter()
+        text = "".join(pieces)
+        self._told = Prompt(prompt.text + text, [*ids, *tokens])
         return Answer(
-            text="".join(pieces),
+            text=text,
             tokens=tokens,
             num_prompt_tokens=len(ids),
             num_new_prompt_tokens=min(len(ids), self.num_held) - kept,

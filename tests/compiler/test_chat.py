@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import threading
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_plan import CONTEXT, FakePlan, FakeSession
@@ -161,3 +163,27 @@ def test_memory(tmp_path: Path) -> None:
     (tmp_path / "status").write_text("VmRSS:\t 8 kB\nRssAnon:\t 2 kB\n")
     assert process_memory(tmp_path / "status") == (8192, 2048)
     assert process_memory(tmp_path / "absent") is None
+
+
+def test_tokens_of_an_answer_are_kept_as_they_were(
+    plan: FakePlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This model writes "1" as token 300, which the tokenizer never would."""
+
+    def decode(self: object, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        return "".join("1" if token == 300 else chr(token) for token in ids)
+
+    generate = FakeSession.generate
+
+    def unusual(self: FakeSession, ids: list[int], **options: Any) -> Iterator[int]:
+        for token in generate(self, ids, **options):
+            yield 300 if token == ord("1") else token
+            self.held = [300 if t == ord("1") else t for t in self.held]
+
+    monkeypatch.setattr("fake_plan.FakeTokenizer.decode", decode)
+    monkeypatch.setattr("fake_plan.FakeStream.text_of", {300: "1"}, raising=False)
+    monkeypatch.setattr(FakeSession, "generate", unusual)
+    assert script(monkeypatch, tmp_path, "hi\nyo\n", tokens=2) == 0
+    log = plan.sessions[0].log
+    prefilled = [e[1] for e in log if e[0] in ("prefill", "generate")]
+    assert prefilled == [len("<u>hi<a>"), len("<u>yo<a>")]
