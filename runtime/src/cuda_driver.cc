@@ -29,12 +29,13 @@ struct Loader {
 
   // dlsym would find the oldest version of a function; this asks for that of kApiVersion.
   template <class Function>
-  void load(const char* name, Function& function, int since = kApiVersion) const {
+  void load(const char* name, Function& function) const {
+    const bool is_optional = std::strcmp(name, "cuFuncLoad") == 0;
     void* found = nullptr;
     int status = 0;
-    const Result result = get(name, &found, since, kLegacyStream, &status);
-    if (result != kSuccess) found = nullptr;
-    if (found == nullptr && since == kApiVersion) {
+    const int since = is_optional ? 12040 : kApiVersion;
+    if (get(name, &found, since, kLegacyStream, &status) != kSuccess) found = nullptr;
+    if (found == nullptr && !is_optional) {
       fail(ATSC_DEVICE_ERROR, "the NVIDIA driver (CUDA %d.%d) has no %s: install it anew",
            version / 1000, version % 1000 / 10, name);
     }
@@ -51,53 +52,8 @@ int version_of(void* library) {
 
 Driver load_functions(const Loader& loader) {
   Driver d{};
-#define ATSC_LOAD(name) loader.load(#name, d.name)
-  ATSC_LOAD(cuInit);
-  ATSC_LOAD(cuDriverGetVersion);
-  ATSC_LOAD(cuGetErrorName);
-  ATSC_LOAD(cuGetErrorString);
-  ATSC_LOAD(cuDeviceGetCount);
-  ATSC_LOAD(cuDeviceGet);
-  ATSC_LOAD(cuDeviceGetName);
-  ATSC_LOAD(cuDeviceGetAttribute);
-  ATSC_LOAD(cuDeviceGetPCIBusId);
-  ATSC_LOAD(cuDevicePrimaryCtxRetain);
-  ATSC_LOAD(cuDevicePrimaryCtxRelease);
-  ATSC_LOAD(cuCtxPushCurrent);
-  ATSC_LOAD(cuCtxPopCurrent);
-  ATSC_LOAD(cuMemGetInfo);
-  ATSC_LOAD(cuMemAlloc);
-  ATSC_LOAD(cuMemFree);
-  ATSC_LOAD(cuMemHostRegister);
-  ATSC_LOAD(cuMemHostUnregister);
-  ATSC_LOAD(cuMemHostGetDevicePointer);
-  ATSC_LOAD(cuMemcpyHtoDAsync);
-  ATSC_LOAD(cuMemcpyDtoHAsync);
-  ATSC_LOAD(cuMemsetD8Async);
-  ATSC_LOAD(cuModuleLoadDataEx);
-  ATSC_LOAD(cuModuleUnload);
-  ATSC_LOAD(cuModuleGetFunction);
-  ATSC_LOAD(cuFuncSetAttribute);
-  ATSC_LOAD(cuFuncGetAttribute);
-  loader.load("cuFuncLoad", d.cuFuncLoad, 12040);
-  ATSC_LOAD(cuLaunchKernel);
-  ATSC_LOAD(cuStreamCreate);
-  ATSC_LOAD(cuStreamDestroy);
-  ATSC_LOAD(cuStreamQuery);
-  ATSC_LOAD(cuStreamSynchronize);
-  ATSC_LOAD(cuStreamWaitEvent);
-  ATSC_LOAD(cuEventCreate);
-  ATSC_LOAD(cuEventDestroy);
-  ATSC_LOAD(cuEventRecord);
-  ATSC_LOAD(cuGraphCreate);
-  ATSC_LOAD(cuGraphDestroy);
-  ATSC_LOAD(cuGraphAddKernelNode);
-  ATSC_LOAD(cuGraphAddMemcpyNode);
-  ATSC_LOAD(cuGraphAddBatchMemOpNode);
-  ATSC_LOAD(cuGraphInstantiate);
-  ATSC_LOAD(cuGraphExecDestroy);
-  ATSC_LOAD(cuGraphUpload);
-  ATSC_LOAD(cuGraphLaunch);
+#define ATSC_LOAD(name) loader.load(#name, d.name);
+  ATSC_DRIVER_FUNCTIONS(ATSC_LOAD)
 #undef ATSC_LOAD
   return d;
 }

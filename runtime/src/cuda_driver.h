@@ -145,6 +145,20 @@ struct Driver {
   Result (*cuGraphLaunch)(GraphExec exec, Stream stream);
 };
 
+// Each member of Driver.
+#define ATSC_DRIVER_FUNCTIONS(X)                                                                  \
+  X(cuInit) X(cuDriverGetVersion) X(cuGetErrorName) X(cuGetErrorString) X(cuDeviceGetCount)       \
+  X(cuDeviceGet) X(cuDeviceGetName) X(cuDeviceGetAttribute) X(cuDeviceGetPCIBusId)                \
+  X(cuDevicePrimaryCtxRetain) X(cuDevicePrimaryCtxRelease) X(cuCtxPushCurrent)                    \
+  X(cuCtxPopCurrent) X(cuMemGetInfo) X(cuMemAlloc) X(cuMemFree) X(cuMemHostRegister)              \
+  X(cuMemHostUnregister) X(cuMemHostGetDevicePointer) X(cuMemcpyHtoDAsync) X(cuMemcpyDtoHAsync)   \
+  X(cuMemsetD8Async) X(cuModuleLoadDataEx) X(cuModuleUnload) X(cuModuleGetFunction)               \
+  X(cuFuncSetAttribute) X(cuFuncGetAttribute) X(cuFuncLoad) X(cuLaunchKernel) X(cuStreamCreate)   \
+  X(cuStreamDestroy) X(cuStreamQuery) X(cuStreamSynchronize) X(cuStreamWaitEvent)                 \
+  X(cuEventCreate) X(cuEventDestroy) X(cuEventRecord) X(cuGraphCreate) X(cuGraphDestroy)          \
+  X(cuGraphAddKernelNode) X(cuGraphAddMemcpyNode) X(cuGraphAddBatchMemOpNode)                     \
+  X(cuGraphInstantiate) X(cuGraphExecDestroy) X(cuGraphUpload) X(cuGraphLaunch)
+
 // The process's driver, loaded and initialised once; it stays loaded. Raises Failure: no driver,
 // one older than kApiVersion, or no GPU.
 const Driver& driver();

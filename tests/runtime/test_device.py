@@ -5,15 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from device_programs import ROUNDS, build_program, run_program
+from device_programs import (
+    ROUNDS,
+    SANITIZED_ROUNDS,
+    SANITIZERS,
+    build_program,
+    run_program,
+    sanitizer_missing,
+)
 
 pytestmark = pytest.mark.toolchain
 
-SANITIZERS = {
-    "thread": ("-fsanitize=thread",),
-    "address,undefined": ("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
-}
-SANITIZED_ROUNDS = {name: min(rounds, 60) for name, rounds in ROUNDS.items()} | {"no_graphs": 60}
 MISUSE = {
     "host_pointer": "test_affine, operand in[1]: 0x",
     "freed": "is in no range: it was freed, or never allocated",
@@ -49,13 +51,10 @@ def test_misuse_aborts(program: Path, name: str) -> None:
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_sanitized(tmp_path: Path, sanitizer: str) -> None:
     flags = SANITIZERS[sanitizer]
-    probe = tmp_path / "probe.cc"
-    probe.write_text("int main() { return 0; }\n")
-    built = run_program("c++", *flags, probe, "-o", tmp_path / "probe")
-    if built.returncode != 0 or run_program(tmp_path / "probe").returncode != 0:
+    if sanitizer_missing(flags, tmp_path):
         pytest.skip(f"the compiler cannot build for {flags[0]} here")
     program = build_program("device_test", tmp_path / "device_test", flags)
-    for name, rounds in SANITIZED_ROUNDS.items():
+    for name, rounds in {**SANITIZED_ROUNDS, "no_graphs": 60}.items():
         shown = run_program(program, "virtual", name, rounds)
         assert (shown.returncode, shown.stdout) == (0, "fine\n"), f"{name}: {shown.stderr[-4000:]}"
         assert "WARNING" not in shown.stderr and "ERROR" not in shown.stderr

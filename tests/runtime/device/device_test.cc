@@ -133,7 +133,7 @@ void test_no_graphs(const Options& options, int rounds) {
   Options poor = options;
   poor.of_virtual.has_graphs = false;
   const Fixture fixture(poor);
-  EXPECT(!fixture.device->info().has_graphs);
+  EXPECT(!fixture.device->info().has_stream_waits);
   run_hand_offs(poor, rounds, BuildMode::kGraph);
 }
 
