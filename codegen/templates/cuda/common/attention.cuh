@@ -1,11 +1,11 @@
-// What the attention kernels share: new heads, normalised and rotated; queries as halves; the cache.
+// What the attention kernels share: new heads, normalised and rotated; the cache; scores.
 //
 // A kernel describes its node by a struct of constants that attention_shape.cuh.j2 writes.
 //
-// Queries enter the tensor cores as halves, multiplied by the power of two that brings their largest
-// element to 256 .. 512: no score overflows, no element that matters loses digits. Scores leave as
-// `product * factor`, in units of log2(e) so that weights are powers of two, or as tanh's argument
-// under a softcap.
+// Queries enter the tensor cores as halves, multiplied by the power of two that brings their
+// largest element to 256 .. 512: no score overflows, no element that matters loses digits. Scores
+// leave as `product * factor`, in units of log2(e) so that weights are powers of two, or as tanh's
+// argument under a softcap.
 #pragma once
 
 #include "device_kernel.h"
@@ -15,7 +15,7 @@
 namespace atsc {
 
 constexpr float kLog2E = 1.44269504f;
-constexpr float kNothing = -1e30f;  // a largest score before there is any; finite, so that no NaN arises
+constexpr float kNothing = -1e30f;  // a largest score before there is any; finite: no NaN arises
 
 // A head of a new token on its way: lane i of a warp holds elements i, i + 32, and so on.
 template <class Shape, int kNorm>

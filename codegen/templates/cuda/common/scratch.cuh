@@ -13,8 +13,8 @@ __device__ inline void* behind_counters(void* scratch) {
   return static_cast<char*>(scratch) + kCounterBytes;
 }
 
-// Called by all threads of a block when it has written its share: true in the last of `blocks`, which
-// then sees what the others wrote, and finds the counter at zero again.
+// Called by all threads of a block when it has written its share: true in the last of `blocks`,
+// which then sees what the others wrote, and finds the counter at zero again.
 __device__ inline bool finished_last(void* scratch, int counter, int blocks) {
   __shared__ bool last;
   __syncthreads();
