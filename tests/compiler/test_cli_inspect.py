@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -183,3 +184,26 @@ def test_rungs_must_say_where_every_unit_lives(
         (tmp_path / "plan" / "plan.json").write_text(json.dumps(data))
         assert cli.main(["inspect", str(tmp_path / "plan")]) == 1
         assert "rung 0 does not say where each unit lives" in capsys.readouterr().err
+
+
+@pytest.mark.toolchain
+def test_a_compiled_plan(
+    export: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All the way from a model: work and times in the plan agree, and its memory adds up."""
+    folder = tmp_path / "real.atsplan"
+    options = ("--ctx", "200", "--chunk", "64", "--target", "virtual", "--vram", "2M")
+    assert cli.main(["compile", str(export("llama3-int4-cpu")), "-o", str(folder), *options]) == 0
+    manifest = plan.load(folder)
+    assert manifest.device is not None
+    assert len({unit.residency for unit in manifest.units}) == 2, "some here, some there"
+    together = total(vram_regions(manifest)).predicted_bytes
+    assert together == manifest.device.rungs[-1].required_bytes <= 2 * MIB
+    capsys.readouterr()
+    found = []
+    for more in ((), ("--target", "virtual", "--vram", "2M")):
+        assert cli.main(["simulate", str(folder), *more, "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out)["decode"]["round_ns"])
+    assert found == [manifest.device.rungs[-1].decode_ns] * 2
+    places = page(folder, tmp_path / "page.html").findall(SVG)[0]
+    assert titles(places, {"vram", "ram"}) == [unit.name for unit in manifest.units]
