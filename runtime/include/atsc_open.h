@@ -23,6 +23,10 @@ typedef struct atsc_open_options {
   int32_t verify;
   int32_t max_sessions;        /* ... but 0: as many as the plan was compiled for */
   const char* isa;
+  uint64_t vram_bytes;         /* the rest as in atsc_plan_options again */
+  int32_t no_device;
+  int32_t device_ordinal;
+  int32_t strict;
 } atsc_open_options;
 
 typedef struct atsc_opened {

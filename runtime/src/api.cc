@@ -67,21 +67,32 @@ struct atsc_plan {
   }
 };
 
+// A session's place on the device, while the session lives.
+class Place {
+ public:
+  explicit Place(atsc_plan& plan)
+      : plan_(plan), place_(plan.residency ? plan.residency->take_place() : nullptr) {}
+  ~Place() {
+    if (place_ == nullptr) return;
+    const std::lock_guard lock(plan_.rounds);
+    plan_.hybrid->forget(*place_);
+    plan_.residency->give_back(place_);
+  }
+  Place(const Place&) = delete;
+
+  const atsc::SessionPlace* get() const { return place_; }
+
+ private:
+  atsc_plan& plan_;
+  atsc::SessionPlace* const place_;
+};
+
 struct atsc_session {
   atsc_plan* plan;
-  atsc::SessionPlace* place;
+  Place place;
   Session state;
 
-  explicit atsc_session(atsc_plan* plan)
-      : plan(plan),
-        place(plan->residency ? plan->residency->take_place() : nullptr),
-        state(kPlan, place) {}
-  ~atsc_session() {
-    if (place == nullptr) return;
-    const std::lock_guard lock(plan->rounds);
-    plan->hybrid->forget(*place);
-    plan->residency->give_back(place);
-  }
+  explicit atsc_session(atsc_plan* plan) : plan(plan), place(*plan), state(kPlan, place.get()) {}
 };
 
 namespace {
@@ -341,7 +352,7 @@ void run_round(atsc_session& session, const int32_t* tokens, int64_t count, cons
                int64_t num_rows) {
   const std::lock_guard lock(session.plan->rounds);
   const auto execute = [&](const atsc::Round& round) {
-    return session.plan->run(round, session.place);
+    return session.plan->run(round, session.place.get());
   };
   session.state.run(execute, tokens, count, rows, num_rows);
 }

@@ -395,6 +395,10 @@ static atsc_status open_plan(loader* l, const atsc_open_options* options, atsc_o
       .verify = options->verify,
       .max_sessions = options->max_sessions != 0 ? options->max_sessions : compiled_for,
       .isa = options->isa,
+      .vram_bytes = options->vram_bytes,
+      .no_device = options->no_device,
+      .device_ordinal = options->device_ordinal,
+      .strict = options->strict,
   };
   const atsc_api* api = opened->api;
   atsc_status status = api->plan_open(&plan_options, &opened->plan, l->message);

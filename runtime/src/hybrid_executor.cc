@@ -8,7 +8,7 @@
 namespace atsc {
 namespace {
 
-constexpr size_t kMostPrepared = 4;
+constexpr size_t kPreparedOfSession = 2, kPreparedBesides = 2;  // chunks, the rests of prompts
 
 }  // namespace
 
@@ -46,7 +46,8 @@ HybridExecutor::HybridExecutor(const Plan& plan, Residency& residency, Executor&
       residency_(residency),
       executor_(executor),
       pool_(pool),
-      streaming_(streaming_choice(plan, residency)),
+      most_prepared_(kPreparedBesides +
+                     kPreparedOfSession * static_cast<size_t>(residency.num_places())),
       clock_offset_ns_(residency.device().clock_offset_ns()) {}
 
 void HybridExecutor::cancel(const std::atomic<bool>& cancelled) {
@@ -69,26 +70,30 @@ HybridExecutor::Prepared& HybridExecutor::prepare(const Round& round, const Sess
     known->last_used = num_rounds_;
     return *known;
   }
-  if (prepared_.size() >= kMostPrepared) {
+  if (prepared_.size() >= most_prepared_) {
     prepared_.erase(std::ranges::min_element(prepared_, {}, [](const auto& known) {
       return known->last_used;
     }));
   }
-  const int64_t stream_from = plan_.device.stream_from_rows;
-  const bool streams = stream_from > 0 && round.num_tokens >= stream_from;
   auto made = std::make_unique<Prepared>();
   made->place = place.index;
   made->num_tokens = round.num_tokens;
   made->num_logit_rows = round.num_logit_rows;
   made->last_used = num_rounds_;
   made->round = build_round(plan_, residency_, place, round.num_tokens, round.num_logit_rows,
-                            streams ? streaming_ : Choice{});
+                            choice_for(round));
   made->program = executor_.compile(round.num_tokens, round.num_logit_rows, made->round.splits);
   if (!made->round.splits.runs.empty()) {
     made->executable = build(made->round.commands, round.num_tokens <= kFewRows);
   }
   prepared_.push_back(std::move(made));
   return *prepared_.back();
+}
+
+Choice HybridExecutor::choice_for(const Round& round) const {
+  const int64_t stream_from = plan_.device.stream_from_rows;
+  if (stream_from <= 0 || round.num_tokens < stream_from) return {};
+  return streaming_choice(plan_, residency_, round.num_logit_rows >= stream_from);
 }
 
 std::unique_ptr<Executable> HybridExecutor::build(const CommandList& commands, bool few_rows) {

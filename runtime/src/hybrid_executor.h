@@ -66,6 +66,7 @@ class HybridExecutor {
   class Running;
 
   Prepared& prepare(const Round& round, const SessionPlace& place);
+  Choice choice_for(const Round& round) const;
   std::unique_ptr<Executable> build(const CommandList& commands, bool few_rows);
   void write_numbers(const Round& round);
   bool run_segments(Prepared& prepared, const Round& round);
@@ -75,7 +76,7 @@ class HybridExecutor {
   Residency& residency_;
   Executor& executor_;
   Pool& pool_;
-  const Choice streaming_;
+  const size_t most_prepared_;
   const int64_t clock_offset_ns_;
   std::vector<std::unique_ptr<Prepared>> prepared_;
   uint64_t num_rounds_ = 0;

@@ -143,7 +143,7 @@ Residency::Residency(const Plan& plan, Device& device, const Placement& placemen
       slots_(device.allocate(placement.slot_bytes * placement.num_slots, "slots")),
       staging_(device.allocate_host(share_.round_bytes, "the numbers of a round")),
       num_slots_(placement.slot_bytes > 0 ? placement.num_slots : 0),
-      slot_bytes_(placement.slot_bytes) {
+      slot_bytes_(placement.slot_bytes / kAlignment * kAlignment) {
   if (caches_.bytes() > 0) device.fill(caches_.address(), 0, caches_.bytes());
   if (scratch_.bytes() > 0) device.fill(scratch_.address(), 0, scratch_.bytes());
   make_places(sessions);

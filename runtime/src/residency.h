@@ -126,6 +126,7 @@ class Residency {
   // Host side of the numbers of a round: RoundParams, logit rows and token ids at the same offsets.
   const HostRange& staging() const { return staging_; }
 
+  int num_places() const { return static_cast<int>(places_.size()); }
   SessionPlace* take_place();
   void give_back(SessionPlace* place);
 

@@ -275,13 +275,18 @@ BuiltRound build_round(const Plan& plan, const Residency& residency, const Sessi
   return Builder(plan, residency, place, num_tokens, num_logit_rows, choice).build();
 }
 
-Choice streaming_choice(const Plan& plan, const Residency& residency) {
+Choice streaming_choice(const Plan& plan, const Residency& residency, bool many_logit_rows) {
+  std::vector<bool> is_for_logits(static_cast<size_t>(plan.num_units));
+  for (int node = 0; node < plan.num_nodes; ++node) {
+    if (plan.nodes[node].rows == RowsOf::kLogitRows) is_for_logits[plan.nodes[node].unit] = true;
+  }
   Choice choice;
   int next = 0;
   for (int unit = 0; unit < plan.num_units; ++unit) {
     const UnitEntry& entry = plan.units[unit];
     if (entry.kind != UnitKind::kWeights || residency.share().unit_on_device[unit]) continue;
     if (entry.bytes > residency.slot_bytes() || residency.num_slots() == 0) continue;
+    if (is_for_logits[unit] && !many_logit_rows) continue;
     choice.push_back({.unit = unit, .slot = entry.bytes > 0 ? next % residency.num_slots() : -1});
     if (entry.bytes > 0) ++next;
   }

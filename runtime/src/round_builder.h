@@ -36,7 +36,8 @@ struct BuiltRound {
 BuiltRound build_round(const Plan& plan, const Residency& residency, const SessionPlace& place,
                        int64_t num_tokens, int64_t num_logit_rows, const Choice& choice);
 
-// Every host unit that fits a slot, the slots in turn: what a round of many rows does.
-Choice streaming_choice(const Plan& plan, const Residency& residency);
+// Every host unit that fits a slot, the slots in turn: what a round of many rows does. A unit that
+// runs for the rows of logits alone (the head) stays on the host if those are few.
+Choice streaming_choice(const Plan& plan, const Residency& residency, bool many_logit_rows);
 
 }  // namespace atsc

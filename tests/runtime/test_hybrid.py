@@ -72,7 +72,7 @@ def ids_of(model: str) -> list[int]:
 
 
 def run_all(plan: Plan, ids: list[int]) -> list[F32Array]:
-    """Every kind of round: a streamed chunk, many rows, few, and decode; logits of some or all."""
+    """Every kind of round: chunks that stream (some the head too), many rows, few, and decode."""
     with plan.session() as session:
         parts = [
             session.prefill(ids[:CHUNK], logits=[3, CHUNK - 1]),
@@ -81,7 +81,8 @@ def run_all(plan: Plan, ids: list[int]) -> list[F32Array]:
             session.prefill(ids[49:50]),
             session.prefill(ids[50:58], logits="none"),
         ]
-        return [*parts, np.stack([session.decode(token) for token in ids[58:66]])]
+        decoded = np.stack([session.decode(token) for token in ids[58:66]])
+        return [*parts, session.prefill(ids[66:CONTEXT], logits="all"), decoded]
 
 
 def assert_equal(got: list[F32Array], expected: list[F32Array], what: object = "") -> None:
