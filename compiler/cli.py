@@ -19,7 +19,9 @@ from atsc.compiler.commands import (
     bench,
     check,
     compile,
+    completion,
     convert,
+    doctor,
     inspect,
     run,
     simulate,
@@ -30,7 +32,19 @@ from atsc.compiler.commands.console import Console
 from atsc.compiler.errors import AtscError, UsageError
 from atsc.compiler.version import atsc_version
 
-COMMANDS = (compile, run, bench, inspect, simulate, verify, check, convert, targets)
+COMMANDS = (
+    compile,
+    run,
+    bench,
+    inspect,
+    simulate,
+    verify,
+    check,
+    convert,
+    targets,
+    doctor,
+    completion,
+)
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 _EXTRAS = {
