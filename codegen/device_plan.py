@@ -145,19 +145,45 @@ def _rungs(
     request: DeviceRequest, costs: Sequence[UnitCost], objective: Objective, fixed: FixedBytes
 ) -> list[Rung]:
     """Rungs with slots where they fit, ending in one that needs none if everything is resident."""
-    whole = all_resident(costs, objective, fixed, request.budget_bytes)
     slots = slot_bytes(costs)
     if fixed.total + slots > request.budget_bytes:
         slots = 0
     if request.policy != "tensor":
-        budget = request.budget_bytes - fixed.total - slots
-        placement = POLICIES[request.policy](costs, objective, budget)
-        needed = fixed.total + slots + placement.resident_bytes
-        return [Rung(request.budget_bytes, needed, slots, placement)]
-    rungs = ladder(costs, objective, request.budget_bytes, fixed, slots, LADDER_TOLERANCE)
+        return [_rung_of_policy(request, costs, objective, fixed, slots)]
+    rungs = _undominated(
+        ladder(costs, objective, request.budget_bytes, fixed, slots, LADDER_TOLERANCE)
+    )
+    whole = all_resident(costs, objective, fixed, request.budget_bytes)
     if whole is None or (not slots and rungs[-1].placement.on_gpu == whole.placement.on_gpu):
-        return list(rungs)
+        return rungs
     return [*rungs, whole]
+
+
+def _rung_of_policy(
+    request: DeviceRequest,
+    costs: Sequence[UnitCost],
+    objective: Objective,
+    fixed: FixedBytes,
+    slots: int,
+) -> Rung:
+    """The one rung of a policy that has no ladder; `stream` brings slots of its own."""
+    if request.policy == "stream":
+        slots = 0
+    budget = request.budget_bytes - fixed.total - slots
+    placement = POLICIES[request.policy](costs, objective, budget)
+    slots += placement.slot_bytes
+    return Rung(
+        request.budget_bytes, fixed.total + slots + placement.resident_bytes, slots, placement
+    )
+
+
+def _undominated(rungs: Sequence[Rung]) -> list[Rung]:
+    """Without those that need as much memory as a later one, which is worth more."""
+    kept: list[Rung] = []
+    for rung in reversed(rungs):
+        if not kept or rung.required_bytes < kept[0].required_bytes:
+            kept.insert(0, rung)
+    return kept
 
 
 def all_resident(

@@ -11,9 +11,10 @@ import os
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from atsc.compiler.commands import (
     bench,
@@ -97,7 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     previous = signal.signal(signal.SIGTERM, _interrupt)
     console = Console(json=getattr(args, "json", False), verbose=args.verbose)
     try:
-        code: int = args.run(args, console)
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            code: int = args.run(args, console)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
@@ -122,6 +125,18 @@ def _suggest_command(arguments: Sequence[str]) -> None:
         hint = f"did you mean {near[0]}?" if near else f"commands are {', '.join(names)}"
         sys.stderr.write(f"atsc: no command {arguments[0]!r}; {hint}\n")
         raise SystemExit(USAGE)
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """A warning is one line for a person, not a place in our source."""
+    sys.stderr.write(f"atsc: {message}\n")
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:

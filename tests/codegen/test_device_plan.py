@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
-from atsc.codegen.device_plan import NUM_SLOTS, slot_bytes, stream_from_rows
-from atsc.passes.placement import Kind, Part, Times, UnitCost
+import pytest
+
+from atsc.codegen.device_plan import (
+    NUM_SLOTS,
+    DeviceRequest,
+    plan_device,
+    slot_bytes,
+    stream_from_rows,
+)
+from atsc.codegen.device_tables import DeviceTables
+from atsc.compiler.errors import BudgetError
+from atsc.passes.annotate import Annotation
+from atsc.passes.ladder import FixedBytes
+from atsc.passes.placement import Kind, Link, Part, Times, UnitCost
 
 
 def unit(part: Part, size: int, kind: Kind = Kind.WEIGHTS, cpu: int = 100) -> UnitCost:
@@ -30,3 +42,41 @@ def test_streaming_begins_where_a_copy_beats_the_cpu() -> None:
     idle_embedding = [*slow, unit(Part.EMBEDDING, 40, cpu=10**6)]
     assert stream_from_rows(idle_embedding, 64) == 21
     assert stream_from_rows([unit(Part.FFN, 40, cpu=1)], 64) == 0
+
+
+def layered(budget_bytes: int, policy: str) -> DeviceTables:
+    """Four layers of a cache and two weights; hand-offs cost next to nothing."""
+    costs = [unit(Part.EMBEDDING, 900)]
+    for _ in range(4):
+        costs += [unit(Part.ATTENTION, 10, Kind.KV_CACHE), unit(Part.ATTENTION, 30)]
+        costs += [unit(Part.FFN, 40)]
+    link = Link(1, 0)
+    annotation = Annotation(tuple(costs), tuple(range(len(costs))), link, link)
+    request = DeviceRequest("virtual", policy, budget_bytes, 0, 0.0, 64)
+    return plan_device(request, annotation, FixedBytes(0, 0, 100, 0), None, len(costs))
+
+
+def test_a_rung_that_costs_more_than_a_better_one_is_dropped() -> None:
+    rungs = [rung for rung, _, _ in layered(400, "tensor").rungs]
+    assert [r.required_bytes for r in rungs] == sorted({r.required_bytes for r in rungs})
+    assert [r.placement.value_ns for r in rungs] == sorted(r.placement.value_ns for r in rungs)
+    assert all(r.required_bytes <= 400 for r in rungs)
+
+
+def test_everything_resident_needs_no_slots() -> None:
+    *lower, (top, on_device, _) = layered(1000, "tensor").rungs
+    assert all(rung.slot_bytes == NUM_SLOTS * 40 for rung, _, _ in lower)
+    assert (top.slot_bytes, top.required_bytes) == (0, 100 + 4 * 80)
+    assert not on_device[0]
+    assert all(on_device[1:])
+
+
+def test_policy_stream_brings_its_own_slots() -> None:
+    ((rung, _, _),) = layered(400, "stream").rungs
+    assert rung.slot_bytes == rung.placement.slot_bytes == NUM_SLOTS * 40
+    assert rung.required_bytes == 100 + 4 * 10 + NUM_SLOTS * 40
+
+
+def test_what_does_not_fit_is_an_error() -> None:
+    with pytest.raises(BudgetError, match="policy gpu"):
+        layered(300, "gpu")

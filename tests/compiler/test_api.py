@@ -41,8 +41,8 @@ def test_compile_passes_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unknown_options_are_named() -> None:
-    with pytest.raises(atsc.UsageError, match="'vram_bytes'"):
-        atsc.compile("m.onnx", vram_bytes=1)
+    with pytest.raises(atsc.UsageError, match="'vram'"):
+        atsc.compile("m.onnx", vram="1G")
 
 
 def test_load_goes_to_the_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
