@@ -525,8 +525,9 @@ void profile(atsc_plan* plan, Measure&& measure) {
     fail(ATSC_INVALID_ARGUMENT, "profiling needs a plan without placements, or the CPU alone: this "
                                 "one uses %s", plan->opened.device->info().name.c_str());
   }
-  atsc::Device* device = plan->opened.device.get();
-  measure(atsc::Profiler(kPlan, plan->executor, plan->weights.data(), device));
+  atsc::Profiler profiler(kPlan, plan->executor, plan->pool, plan->weights.data(),
+                          plan->opened.device.get());
+  measure(profiler);
 }
 
 atsc_status plan_profile_unit(atsc_plan* plan, atsc_unit_profile* given, atsc_message* message) {
@@ -543,7 +544,7 @@ atsc_status plan_profile_unit(atsc_plan* plan, atsc_unit_profile* given, atsc_me
            static_cast<long long>(wanted.rows), static_cast<long long>(wanted.position),
            kPlan.chunk, kPlan.context_length);
     }
-    profile(plan, [&](atsc::Profiler&& profiler) {
+    profile(plan, [&](atsc::Profiler& profiler) {
       wanted.ns = profiler.unit_ns(wanted.unit, wanted.on_device != 0, wanted.rows, wanted.position);
     });
     write_struct(given, wanted, "profile");
@@ -554,7 +555,7 @@ atsc_status plan_profile_link(atsc_plan* plan, atsc_link_profile* given, atsc_me
   return guard(message, [&] {
     read_struct(given, "profile");
     atsc_link_profile result{};
-    profile(plan, [&](atsc::Profiler&& profiler) {
+    profile(plan, [&](atsc::Profiler& profiler) {
       const atsc::LinkProfile found = profiler.link();
       result.to_device_bytes_per_s = found.to_device_bytes_per_s;
       result.to_host_bytes_per_s = found.to_host_bytes_per_s;

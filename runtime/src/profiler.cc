@@ -72,8 +72,21 @@ struct Profiler::DeviceWork {
   DeviceRange copies, shared, arena, round, logits, scratch;
 };
 
-Profiler::Profiler(const Plan& plan, Executor& executor, const std::byte* weights, Device* device)
-    : plan_(plan), executor_(executor), weights_(weights), device_(device) {}
+Profiler::Profiler(const Plan& plan, Executor& executor, Pool& pool, const std::byte* weights,
+                   Device* device)
+    : plan_(plan), executor_(executor), pool_(pool), weights_(weights), device_(device) {
+  pool_.be_patient(true);
+}
+
+Profiler::~Profiler() { pool_.be_patient(false); }
+
+// The threads slept while caches were flushed; in a round they are awake.
+int64_t Profiler::time_segment(const HostWork& work) {
+  pool_.run([](int) {});
+  const int64_t begin = platform::now_ns();
+  executor_.run_segment(*work.program, 0, work.cancelled);
+  return platform::now_ns() - begin;
+}
 
 Device& Profiler::device() const {
   if (device_ == nullptr) {
@@ -143,9 +156,7 @@ int64_t Profiler::host_ns(int unit, int64_t rows, int64_t position) {
   return median_ns([&] {
     flush_from_caches(weights_ + entry.offset, entry.bytes);
     flush_from_caches(work->cache_memory.data(), work->cache_memory.bytes());
-    const int64_t begin = platform::now_ns();
-    executor_.run_segment(*work->program, 0, work->cancelled);
-    return platform::now_ns() - begin;
+    return time_segment(*work);
   });
 }
 
@@ -318,11 +329,7 @@ void Profiler::measure_beside_cpu(LinkProfile& profile, uint64_t bytes) {
   }
   const auto work = host_work(nodes, 1, 0);
   executor_.bind(*work->program, work->round);
-  const auto compute = [&] {
-    const int64_t begin = platform::now_ns();
-    executor_.run_segment(*work->program, 0, work->cancelled);
-    return platform::now_ns() - begin;
-  };
+  const auto compute = [&] { return time_segment(*work); };
   const int64_t alone_ns = median_ns(compute);
 
   const DeviceRange there = device().allocate(bytes, "a link's measurement");

@@ -29,7 +29,10 @@ struct LinkProfile {
 class Profiler {
  public:
   // `weights` holds all of weights.bin; `device` may be null.
-  Profiler(const Plan& plan, Executor& executor, const std::byte* weights, Device* device);
+  Profiler(const Plan& plan, Executor& executor, Pool& pool, const std::byte* weights,
+           Device* device);
+  ~Profiler();
+  Profiler(const Profiler&) = delete;
 
   // Nanoseconds of a unit's nodes in a round of `rows` tokens after `position` others, with one row
   // of logits. A unit of which nothing can run on the device takes what it takes on the host.
@@ -42,6 +45,7 @@ class Profiler {
   struct DeviceWork;
 
   Device& device() const;
+  int64_t time_segment(const HostWork& work);
   std::unique_ptr<HostWork> host_work(const std::vector<int>& nodes, int64_t rows,
                                       int64_t position);
   int64_t host_ns(int unit, int64_t rows, int64_t position);
@@ -54,6 +58,7 @@ class Profiler {
 
   const Plan& plan_;
   Executor& executor_;
+  Pool& pool_;
   const std::byte* weights_;
   Device* device_;
 };

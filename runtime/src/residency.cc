@@ -216,7 +216,8 @@ void Residency::pin_units() {
   uint64_t begin = 0, end = 0;
   for (int unit = 0; unit < plan_.num_units; ++unit) {
     const UnitEntry& entry = plan_.units[unit];
-    if (!share_.unit_on_host[unit] || entry.kind != UnitKind::kWeights || entry.bytes == 0) continue;
+    const bool may_move = entry.kind == UnitKind::kWeights && !share_.unit_on_device[unit];
+    if (!may_move || !share_.unit_on_host[unit] || entry.bytes == 0) continue;
     const uint64_t first = entry.offset / kPage * kPage;
     if (first > round_up(end, kPage)) {
       pin(begin, end);

@@ -323,3 +323,19 @@ def test_options_are_checked(folder: Path) -> None:
             plan.script_device("speed", 1)
         with pytest.raises(UsageError, match="without placements"):
             plan.profile_link()
+
+
+@pytest.mark.parametrize("slow", ["link", "kernels"])
+def test_everything_streams_through_two_slots(
+    folder: Path, expected: dict[str, list[F32Array]], slow: str
+) -> None:
+    """A copy waits until its slot was used, a kernel until its slot was filled."""
+    with load(folder, device=False) as plan:
+        nothing = [False] * plan.num_units
+    with load(folder, on_device=nothing, threads=2) as plan:
+        if slow == "link":
+            plan.script_device("link", 100e6)
+        else:
+            plan.script_device("kernel ", 0.3e6)
+        for _ in range(3):
+            assert_equal(run_all(plan, ids_of(MODELS[0])), expected[MODELS[0]])

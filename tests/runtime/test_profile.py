@@ -16,7 +16,7 @@ from atsc.runtime.loader import Plan, load
 
 pytestmark = pytest.mark.toolchain
 
-LINK_RATE = 300e6
+LINK_RATE = 25e6
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_a_slow_kernel_is_seen_on_the_device_alone(plan: Plan) -> None:
 def test_the_link_has_the_rate_that_it_was_given(plan: Plan) -> None:
     found = plan.profile_link()
     for direction in ("to_device", "to_host", "to_device_beside_cpu"):
-        assert 0.5 * LINK_RATE < found[f"{direction}_bytes_per_s"] < 1.05 * LINK_RATE
+        assert 0.3 * LINK_RATE < found[f"{direction}_bytes_per_s"] < 1.05 * LINK_RATE
     payload_ns = 16384 / LINK_RATE * 1e9
     round_trip = found["hand_off_to_device_ns"] + found["hand_off_to_host_ns"]
     assert 2 * payload_ns < round_trip < 100 * payload_ns
