@@ -8,7 +8,7 @@ there is written in other terms (float_zero_points.py).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ class Reference:
         if num_threads:
             options.intra_op_num_threads = num_threads
         options.add_session_config_entry(_FOLDER_OPTION, str(path.parent.resolve()))
-        model, self.forced_levels = _exact_model(path)
+        model, self.forced_levels, capacities = _exact_model(path)
         try:
             self._session = onnxruntime.InferenceSession(
                 model, options, providers=["CPUExecutionProvider"]
@@ -55,8 +55,10 @@ class Reference:
         except Exception as error:
             reason = str(error).strip().splitlines()[0]
             raise ModelError(f"{path}: onnxruntime cannot load it ({reason})") from error
-        self._caches = _empty_caches(self._session.get_inputs(), graph, path)
+        self._caches = _empty_caches(self._session.get_inputs(), graph, path, capacities)
         self._outputs = [output.name for output in self._session.get_outputs()]
+        (logits,) = (out for out in self._session.get_outputs() if not _cache_slot(out.name))
+        self._has_last_row_alone = logits.shape[1] == 1
         self._position = 0
 
     def forward(self, ids: NDArray[np.int64]) -> F32Array:
@@ -65,6 +67,11 @@ class Reference:
         Raises:
             ModelError: onnxruntime cannot run it.
         """
+        if self._has_last_row_alone:
+            return np.concatenate([self._round(ids[i : i + 1]) for i in range(len(ids))])
+        return self._round(ids)
+
+    def _round(self, ids: NDArray[np.int64]) -> F32Array:
         end = self._position + len(ids)
         known = {
             "input_ids": ids[None].astype(np.int64),
@@ -86,10 +93,13 @@ class Reference:
         return logits
 
 
-def _exact_model(path: Path) -> tuple[bytes, frozenset[int]]:
-    """The graph without its external data, and the accuracy levels that it asks for itself."""
+def _exact_model(path: Path) -> tuple[bytes, frozenset[int], dict[str, int]]:
+    """The graph without its external data, the accuracy levels that it asks for itself, and the
+    tokens that its preallocated caches hold.
+    """
     model = onnx.load(path, load_external_data=False)
     levels = set()
+    capacities = _capacities(model.graph)
     for node in _all_nodes(model.graph):
         if node.op_type != "MatMulNBits":
             continue
@@ -99,7 +109,17 @@ def _exact_model(path: Path) -> tuple[bytes, frozenset[int]]:
             node.attribute.remove(attr)
         node.attribute.append(onnx.helper.make_attribute("accuracy_level", 1))
     round_float_zero_points(model.graph, path.parent.resolve())
-    return model.SerializeToString(), frozenset(levels)
+    return model.SerializeToString(), frozenset(levels), capacities
+
+
+def _capacities(graph: onnx.GraphProto) -> dict[str, int]:
+    """Input -> tokens, of the caches that are buffers of one window (sliding_window_cache)."""
+    found: dict[str, int] = {}
+    for node in graph.node:
+        attrs = {attr.name: attr.i for attr in node.attribute}
+        if attrs.get("sliding_window_cache"):
+            found |= dict.fromkeys(node.input[3:5], attrs["local_window_size"])
+    return found
 
 
 def _all_nodes(graph: onnx.GraphProto) -> Iterable[onnx.NodeProto]:
@@ -116,7 +136,9 @@ def _cache_slot(name: str) -> tuple[int, str] | None:
     return (int(match[1]), match[2]) if match else None
 
 
-def _empty_caches(inputs: Iterable[Any], graph: Graph, path: Path) -> dict[str, NDArray[Any]]:
+def _empty_caches(
+    inputs: Iterable[Any], graph: Graph, path: Path, capacities: Mapping[str, int]
+) -> dict[str, NDArray[Any]]:
     shapes = {
         int(str(node.attrs["layer"])): (int(str(node.attrs["kv_heads"])), node.attrs["head_size"])
         for node in graph.attention_nodes()
@@ -129,5 +151,6 @@ def _empty_caches(inputs: Iterable[Any], graph: Graph, path: Path) -> dict[str, 
         if slot[0] not in shapes or value.type not in _DTYPES:
             raise ModelError(f"{path}: input {value.name} ({value.type}) is no cache that we know")
         heads, size = shapes[slot[0]]
-        caches[value.name] = np.zeros((1, heads, 0, int(str(size))), _DTYPES[value.type])
+        shape = 1, heads, capacities.get(value.name, 0), int(str(size))
+        caches[value.name] = np.zeros(shape, _DTYPES[value.type])
     return caches

@@ -2,7 +2,9 @@
 
 Sources: com.microsoft GroupQueryAttention and RotaryEmbedding; ONNX RotaryEmbedding-23. Found by
 running onnxruntime 1.32: local_window_size counts the keys that a query sees, itself among them,
-which is our `window`; the softcap comes before the mask.
+which is our `window`; the softcap comes before the mask; sliding_window_cache says that the
+caller's buffers hold a window and not the whole past, and changes no result. Our attention owns its
+cache.
 """
 
 from __future__ import annotations
@@ -78,6 +80,8 @@ def _check_state(node: OnnxNode) -> None:
     window = node.attrs["local_window_size"]
     if window < 1 and window != -1:
         raise ModelError(f"attribute local_window_size is {window}, supported: -1 or at least 1")
+    if node.attrs["sliding_window_cache"] and window < 1:
+        raise ModelError("attribute sliding_window_cache is 1 and local_window_size is absent")
 
 
 def _projections(node: OnnxNode) -> tuple[int, int, int, list[Rows]]:
@@ -202,7 +206,7 @@ RULES = (
             "causal": Attr(1, (1,)),
             "smooth_softmax": Attr(-1, (-1, 0)),
             "qk_output": Attr(0, (0,)),
-            "sliding_window_cache": Attr(0, (0,)),
+            "sliding_window_cache": Attr(0, (0, 1)),
             "k_quant_type": Attr("NONE", ("NONE",)),
             "v_quant_type": Attr("NONE", ("NONE",)),
             "kv_cache_bit_width": Attr(0, (0,)),

@@ -94,12 +94,20 @@ def _bind_inputs(lowering: Lowering, graph: onnx_ir.Graph) -> None:
             kind = "past"
         rank = 4 if kind == "past" else 2
         if kind is None or shape is None or len(shape) != rank:
-            shown = "no shape" if shape is None else f"shape {shape}"
-            lowering.report(name, "input of the model", f"an input with {shown} and this name")
+            lowering.report(name, "input of the model", _unsupported_input(name, shape))
             kind = "unsupported"
         elif kind == "ids":
             name = "input_ids"
         lowering.bind(value.name or "", Symbol(kind, name))
+
+
+def _unsupported_input(name: str, shape: onnx_ir.Shape | None) -> str:
+    if name == "inputs_embeds":
+        return (
+            "a plan reads token ids, not embeddings; export the model with its embedding "
+            "(the builder's exclude_embeds=false)"
+        )
+    return f"an input with {'no shape' if shape is None else f'shape {shape}'} and this name"
 
 
 def _bind_constant(lowering: Lowering, node: onnx_ir.Node) -> None:

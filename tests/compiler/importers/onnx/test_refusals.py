@@ -90,7 +90,8 @@ def test_one_node(case: str) -> None:
 
 ATTENTION: dict[str, tuple[dict[str, object], dict[int, str], str]] = {
     "preallocated ring": (
-        {"sliding_window_cache": 1}, {}, "attribute sliding_window_cache is 1, supported: 0"
+        {"sliding_window_cache": 1}, {},
+        "attribute sliding_window_cache is 1 and local_window_size is absent",
     ),
     "quantised keys": (
         {"k_quant_type": "PER_TENSOR"}, {}, "attribute k_quant_type is PER_TENSOR, supported: NONE"
@@ -165,9 +166,12 @@ def hidden_states(decoder: MiniDecoder) -> None:
     decoder.outputs.append(helper.make_tensor_value_info("x", 1, ["B", "M", 8]))
 
 
-def other_ids(decoder: MiniDecoder) -> None:
-    decoder.inputs[0].name = "inputs_embeds"
-    decoder.nodes[0].input[1] = "inputs_embeds"
+def embeddings(decoder: MiniDecoder) -> None:
+    """The builder's exclude_embeds."""
+    shape = ["B", "M", 8]
+    decoder.inputs[0] = helper.make_tensor_value_info("inputs_embeds", TensorProto.FLOAT, shape)
+    decoder.nodes[:] = decoder.nodes[1:]
+    decoder.nodes[0].input[0] = "inputs_embeds"
 
 
 @pytest.mark.parametrize(
@@ -175,7 +179,7 @@ def other_ids(decoder: MiniDecoder) -> None:
     [
         (three_axes, "input of the model: an input with shape [3,B,M] and this name: position_ids"),
         (hidden_states, "expected logits as the one output beside the caches: logits, x"),
-        (other_ids, "an input with shape [B,M] and this name: inputs_embeds"),
+        (embeddings, "a plan reads token ids, not embeddings; export the model with its"),
     ],
 )
 def test_inputs_and_outputs(change: Callable[[MiniDecoder], None], reason: str) -> None:
