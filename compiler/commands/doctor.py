@@ -234,13 +234,16 @@ def _text(found: Findings, features: list[Feature]) -> str:
     ]
     lines = [f"atsc {atsc_version()}, Python {platform.python_version()}, {platform_name()}", ""]
     for name, text in rows:
-        lines += textwrap.wrap(
-            f"{name:<18} {text}", 96, subsequent_indent=19 * " ", break_on_hyphens=False
-        )
+        lines += _wrapped(name, text)
     lines.append("")
     for feature in features:
-        lines.append(f"{feature.name:<18} {_missing(feature)}")
+        lines += _wrapped(feature.name, _missing(feature))
     return "\n".join(lines)
+
+
+def _wrapped(name: str, text: str) -> list[str]:
+    line, indent = f"{name:<18} {text}", 19 * " "
+    return textwrap.wrap(line, 98, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def _limit(target: Target) -> str:
