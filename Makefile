@@ -26,6 +26,7 @@ test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu" tests
 
 test-slow: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -e '.[zig]'
 	$(BIN)/python -m pytest -m "slow and not gpu" tests
 
 lint: $(VENV)/.installed

@@ -170,6 +170,7 @@ def test_compile_passes_its_flags(
         *("compile", model, "-o", folder, "--ctx", "99", "--chunk", "7", "--threads", "3"),
         *("--sessions", "2", "--accuracy-level", "4", "--stop-after", "import", "--json", "-v"),
         *("--target", "x86-64-v3", "--policy", "cpu", "--dump", folder.parent / "dump"),
+        *("--toolchain", "zig"),
     )
     assert fake.options == driver.CompileOptions(
         model=model,
@@ -181,6 +182,7 @@ def test_compile_passes_its_flags(
         target="x86-64-v3",
         policy="cpu",
         sessions=2,
+        toolchain="zig",
         stop_after="import",
     )
     assert outcome.code == 0
