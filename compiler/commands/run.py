@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from atsc.compiler.commands.console import Console, NotYet, at_least, between, existing
+from atsc.compiler.commands.console import Console, NotYet, at_least, between, existing, parse_size
 from atsc.compiler.commands.writer import Prompt, Writer
 from atsc.compiler.errors import PlanError, UsageError
 
@@ -32,9 +32,14 @@ def add(parsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--min-p", type=between(0, 1), default=0.0)
     parser.add_argument("--seed", type=at_least(0), help="the same seed gives the same text")
     parser.add_argument("--threads", type=at_least(1), metavar="N", help="default: one a core")
+    parser.add_argument(
+        "--vram",
+        type=parse_size,
+        metavar="SIZE",
+        help="GPU memory to use, as 6G (default: as compiled)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--trace", action=NotYet, instead="`atsc bench` measures speed")
-    parser.add_argument("--vram", action=NotYet, instead="plans run on the CPU for now")
     return parser
 
 
@@ -48,7 +53,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     directory = existing(args.plan, "plan folder", PlanError)
     from atsc.runtime import loader
 
-    with loader.load(directory, threads=args.threads) as plan, plan.session() as session:
+    opened = loader.load(directory, threads=args.threads, vram=args.vram)
+    with opened as plan, plan.session() as session:
         if console.verbose:
             console.note(f"{plan.model_name}: {plan.num_threads} threads, {plan.isa} kernels")
         writer = Writer(args, console, plan, session)

@@ -34,13 +34,13 @@ def run(tmp_path: Path, *arguments: str) -> int:
 def test_text_streams_and_speed_follows(
     plan: FakePlan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(tmp_path, "-p", "abc", "-n", "5", "--threads", "2") == 0
+    assert run(tmp_path, "-p", "abc", "-n", "5", "--threads", "2", "--vram", "6G") == 0
     captured = capsys.readouterr()
     assert captured.out == "12345\n"
     assert captured.err.startswith("prompt: 3 tokens, ")
     assert "text: 5 tokens, " in captured.err
     assert captured.err.endswith(" (length)\n")
-    assert plan.options == {"threads": 2}
+    assert plan.options == {"threads": 2, "vram": 6 << 30}
 
 
 def test_sampling_flags_reach_the_session(plan: FakePlan, tmp_path: Path) -> None:
