@@ -21,10 +21,10 @@ SOURCE = """
 #include <stdexcept>
 #include <string>
 #include "kernel.h"
-#include "failure.h"
+#include "where.h"
 extern "C" __attribute__((visibility("default"))) int length(int n) {
   try {
-    if (n > 3) throw std::runtime_error(__FILE__);
+    if (n > 3) throw std::runtime_error(std::string(__FILE__) + where());
     return static_cast<int>(std::string(n, 'x').size());
   } catch (const std::exception& error) {
     return -static_cast<int>(std::string(error.what()).size());
@@ -32,6 +32,7 @@ extern "C" __attribute__((visibility("default"))) int length(int n) {
 }
 """
 BY_ZIG = {"embed", "quantize", "rms_norm", "linear", "attention"}
+HEADER = "inline const char* where() { return __FILE__; }\n"
 UNIT = toolchain.Unit("length", SOURCE, ("-march=x86-64", "-mtune=generic", "-fexceptions"))
 
 
@@ -109,6 +110,7 @@ def build(
     """Object and library, built from a copy of the headers at `place`, with objects kept there."""
     for folder in (toolchain.RUNTIME_SOURCES, toolchain.RUNTIME_INCLUDE, toolchain.COMMON):
         shutil.copytree(folder, place / folder.relative_to(toolchain.ROOT))
+    (place / "runtime" / "src" / "where.h").write_text(HEADER)
     copies = [place / folder.relative_to(toolchain.ROOT) for folder in toolchain.INCLUDE_DIRS]
     with monkeypatch.context() as patch:
         patch.setattr(toolchain, "ROOT", place)
