@@ -22,6 +22,7 @@ MESSAGE_BYTES = 1024
 
 WEIGHTS_MAP, WEIGHTS_READ = 0, 1
 LOGITS_LAST, LOGITS_NONE, LOGITS_ALL, LOGITS_ROWS = range(4)
+TRACKS = ("cpu", "cpu wait", "device", "device wait", "copy")
 FINISH_NONE, FINISH_STOP, FINISH_CONTEXT = range(3)
 
 _ERRORS: dict[int, type[AtscError]] = {
@@ -189,6 +190,17 @@ class Next(_Sized):
     )
 
 
+class Event(ctypes.Structure):
+    """atsc_event."""
+
+    _fields_ = (
+        ("track", ctypes.c_int32),
+        ("index", ctypes.c_int32),
+        ("begin_ns", ctypes.c_int64),
+        ("end_ns", ctypes.c_int64),
+    )
+
+
 # Function -> its parameters before the message, in the order of atsc_api.
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "plan_open": (ctypes.POINTER(PlanOptions), ctypes.POINTER(Handle)),
@@ -209,6 +221,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "plan_profile_unit": (Handle, ctypes.POINTER(UnitProfile)),
     "plan_profile_link": (Handle, ctypes.POINTER(LinkProfile)),
     "plan_script_device": (Handle, ctypes.c_char_p, ctypes.c_double),
+    "plan_get_events": (Handle, ctypes.POINTER(Event), ctypes.c_int64, Int64Pointer),
 }
 
 

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -123,6 +123,17 @@ def _vram_bytes(vram: int | str | None) -> int:
     return vram
 
 
+class Event(NamedTuple):
+    """A part of a round; times in ns of a clock that starts anywhere."""
+
+    track: str
+    """`cpu`, `cpu wait` (for the GPU), `device`, `device wait` (for weights) or `copy`."""
+    number: int
+    """Of `copy` and `device wait` the plan's unit, else its place in the round."""
+    begin_ns: int
+    end_ns: int
+
+
 class Plan:
     """An open plan; `load` makes one."""
 
@@ -203,6 +214,14 @@ class Plan:
         self.call("plan_profile_link", self._handle, ctypes.byref(profile))
         names = (name for name, *_ in profile._fields_ if name != "struct_size")
         return {name: getattr(profile, name) for name in names}
+
+    def events(self) -> list[Event]:
+        """What the latest round did and when, if a GPU took part in it; else nothing."""
+        count = ctypes.c_int64()
+        self.call("plan_get_events", self._handle, None, 0, ctypes.byref(count))
+        found = (capi.Event * count.value)()
+        self.call("plan_get_events", self._handle, found, len(found), ctypes.byref(count))
+        return [Event(capi.TRACKS[e.track], e.index, e.begin_ns, e.end_ns) for e in found]
 
     def script_device(self, what: str, value: float = 0) -> None:
         """Change how the virtual device behaves (atsc_api.plan_script_device); any thread."""

@@ -170,6 +170,22 @@ typedef struct atsc_next {
   int32_t finish; /* ATSC_FINISH_* */
 } atsc_next;
 
+/* What the latest round did and when; on the clock that the others share. */
+enum {
+  ATSC_TRACK_CPU = 0,         /* segment `index` of the CPU */
+  ATSC_TRACK_CPU_WAIT = 1,    /* before it, for the GPU */
+  ATSC_TRACK_DEVICE = 2,      /* run `index` of the GPU */
+  ATSC_TRACK_DEVICE_WAIT = 3, /* for the weights of unit `index` */
+  ATSC_TRACK_COPY = 4         /* of unit `index` to the GPU; begins when the copy before it ends */
+};
+
+typedef struct atsc_event {
+  int32_t track; /* ATSC_TRACK_* */
+  int32_t index;
+  int64_t begin_ns;
+  int64_t end_ns;
+} atsc_event;
+
 typedef struct atsc_api {
   size_t struct_size;
   uint32_t version;
@@ -232,6 +248,11 @@ typedef struct atsc_api {
    * so) or "fault NAME" (the next such launch fails). Any thread. */
   atsc_status (*plan_script_device)(atsc_plan* plan, const char* what, double value,
                                     atsc_message* message);
+
+  /* Events of the latest whole round that a GPU took part in: the first `room` of them go to `events`,
+   * *count says how many there are. Any thread; waits for a round that runs. */
+  atsc_status (*plan_get_events)(atsc_plan* plan, atsc_event* events, int64_t room, int64_t* count,
+                                 atsc_message* message);
 } atsc_api;
 
 /* The table of a version, or NULL if this library does not know it. */

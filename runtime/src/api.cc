@@ -592,12 +592,45 @@ atsc_status plan_script_device(atsc_plan* plan, const char* what, double value,
   });
 }
 
+std::vector<atsc_event> events_of(const atsc::RoundRecord& record) {
+  std::vector<atsc_event> events;
+  int32_t index = 0;
+  for (const auto& segment : record.segments) {
+    events.push_back({ATSC_TRACK_CPU_WAIT, index, segment.wait_ns, segment.begin_ns});
+    events.push_back({ATSC_TRACK_CPU, index++, segment.begin_ns, segment.end_ns});
+  }
+  index = 0;
+  for (const auto& run : record.runs) {
+    events.push_back({ATSC_TRACK_DEVICE, index++, run.begin_ns, run.end_ns});
+  }
+  int64_t before = record.begin_ns;
+  for (const auto& copy : record.copies) {
+    events.push_back({ATSC_TRACK_COPY, copy.unit, before, copy.copied_ns});
+    events.push_back({ATSC_TRACK_DEVICE_WAIT, copy.unit, copy.wait_ns, copy.ready_ns});
+    before = copy.copied_ns;
+  }
+  return events;
+}
+
+atsc_status plan_get_events(atsc_plan* plan, atsc_event* events, int64_t room, int64_t* count,
+                            atsc_message* message) {
+  return guard(message, [&] {
+    const std::lock_guard lock(present(plan, "plan").rounds);
+    std::vector<atsc_event> found;
+    if (plan->hybrid) found = events_of(plan->hybrid->latest());
+    present(count, "count") = static_cast<int64_t>(found.size());
+    const auto taken = std::clamp<int64_t>(room, 0, static_cast<int64_t>(found.size()));
+    if (taken > 0) std::copy_n(found.begin(), taken, &present(events, "events"));
+  });
+}
+
 constexpr atsc_api kApi = {
     sizeof(atsc_api),    ATSC_API_VERSION,     plan_open,      plan_close,
     plan_get_info,       session_create,       session_destroy, session_get_position,
     session_prefill,     session_decode,       session_logits, session_set_sampling,
     session_next,        session_rewind,       session_cancel, session_save,
     session_restore,     plan_profile_unit,    plan_profile_link, plan_script_device,
+    plan_get_events,
 };
 
 }  // namespace

@@ -132,9 +132,8 @@ bool HybridExecutor::run(const Round& round, const SessionPlace& place) {
   for (const Executor::Instruction& instruction : prepared.program->instructions) {
     residency_.device().check_host_args(instruction.node->name, instruction.args);
   }
+  record_ = {};
   record_.begin_ns = platform::now_ns();
-  record_.segments.clear();
-  record_.runs.clear();
   if (!prepared.executable) return run_segments(prepared, round);
   write_numbers(round);
   Executable& executable = *prepared.executable;
@@ -179,12 +178,16 @@ bool HybridExecutor::run_segments(Prepared& prepared, const Round& round) {
 }
 
 void HybridExecutor::take_stamps(const Prepared& prepared) {
-  const auto at = [&](int stamp) {
-    const int64_t ns = stamp == kNoStamp ? 0 : prepared.executable->stamp(stamp);
-    return ns == 0 ? 0 : ns + clock_offset_ns_;
-  };
-  for (size_t run = 0; run < prepared.round.begin_stamps.size(); ++run) {
-    record_.runs.push_back({at(prepared.round.begin_stamps[run]), at(prepared.round.end_stamps[run])});
+  const auto at = [&](int stamp) { return prepared.executable->stamp(stamp) + clock_offset_ns_; };
+  const BuiltRound& round = prepared.round;
+  for (size_t run = 0; run < round.begin_stamps.size(); ++run) {
+    const int64_t before = record_.runs.empty() ? at(0) : record_.runs.back().end_ns;
+    const int begin = round.begin_stamps[run];
+    record_.runs.push_back({begin == kNoStamp ? before : at(begin), at(round.end_stamps[run])});
+  }
+  for (const PromotionStamps& stamps : round.promotion_stamps) {
+    record_.copies.push_back(
+        {stamps.unit, at(stamps.copied), at(stamps.wait), at(stamps.ready)});
   }
 }
 

@@ -24,7 +24,7 @@
 
 namespace atsc {
 
-// When the parts of the latest round ran, on the host's clock; 0 where a run has no stamp.
+// When the parts of the latest round ran, on the host's clock.
 struct RoundRecord {
   struct Segment {
     int64_t wait_ns, begin_ns, end_ns;  // wait: when it began to wait for the device
@@ -32,9 +32,15 @@ struct RoundRecord {
   struct Run {
     int64_t begin_ns, end_ns;
   };
+  struct Copy {
+    int unit;
+    int64_t copied_ns;           // the copies before it were over by then, too
+    int64_t wait_ns, ready_ns;   // their difference is the exposed wait
+  };
   int64_t begin_ns = 0, end_ns = 0;
   std::vector<Segment> segments;
   std::vector<Run> runs;
+  std::vector<Copy> copies;
 };
 
 class HybridExecutor {
@@ -52,6 +58,7 @@ class HybridExecutor {
   // Drops what was prepared for a session.
   void forget(const SessionPlace& place);
 
+  // Empty after a round that was not whole. While no round runs.
   const RoundRecord& latest() const { return record_; }
 
  private:

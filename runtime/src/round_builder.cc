@@ -97,6 +97,10 @@ class Builder {
       const UnitEntry& unit = plan_.units[promotion.unit];
       list().copy_to_device(Branch::kCopy, residency_.slot(promotion.slot),
                             residency_.weights() + unit.offset, unit.bytes);
+      made_.promotion_stamps.push_back(
+          {promotion.unit, next_stamp_, next_stamp_ + 1, next_stamp_ + 2});
+      list().stamp(Branch::kCopy, next_stamp_);
+      next_stamp_ += 3;
       copied_[promotion.unit] = list().record(Branch::kCopy);
       slot.is_taken = true;
       ++next_copy_;
@@ -118,9 +122,12 @@ class Builder {
       list().transfer(Branch::kCompute, place_.logits.address(), residency_.logits(),
                       row * static_cast<uint64_t>(num_rows_[1]));
     }
-    if (!run.is_awaited) return;
     made_.end_stamps.back() = next_stamp_++;
-    announce(index + 1);
+    if (run.is_awaited) {
+      announce(index + 1);
+    } else {
+      list().stamp(Branch::kCompute, made_.end_stamps.back());
+    }
   }
 
   static bool makes_logits(const NodeEntry& node) {
@@ -203,7 +210,10 @@ class Builder {
       fail(ATSC_INTERNAL_ERROR, "unit %s is promoted to slot %d, which is never free for it",
            plan_.units[unit].name, slot_of_unit_[unit]);
     }
+    const auto& stamps = *std::ranges::find(made_.promotion_stamps, unit, &PromotionStamps::unit);
+    list().stamp(Branch::kCompute, stamps.wait);
     list().wait_for(Branch::kCompute, copied_[unit]);
+    list().stamp(Branch::kCompute, stamps.ready);
     waited_unit_ = unit;
   }
 

@@ -25,11 +25,18 @@ using Choice = std::vector<Promotion>;
 inline constexpr int kFlagFromHost = 0;    // value: segments that are over
 inline constexpr int kFlagFromDevice = 1;  // value: runs that are over
 
+// Stamps of one promotion: its copy was over; the device began to wait for it, and went on.
+struct PromotionStamps {
+  int unit;
+  int copied, wait, ready;
+};
+
 struct BuiltRound {
   Splits splits;
   CommandList commands;  // empty: the host does everything
-  // Stamps of each run: before its first pull and after its last push; kNoStamp where it has none.
+  // Stamps of each run: before its first pull (kNoStamp: it has none) and when it is over.
   std::vector<int> begin_stamps, end_stamps;
+  std::vector<PromotionStamps> promotion_stamps;  // in the order of the copies
 };
 
 // `place` has the session's caches and logits.

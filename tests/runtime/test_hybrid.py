@@ -11,6 +11,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -339,3 +340,32 @@ def test_everything_streams_through_two_slots(
             plan.script_device("kernel ", 0.3e6)
         for _ in range(3):
             assert_equal(run_all(plan, ids_of(MODELS[0])), expected[MODELS[0]])
+
+
+def test_events_of_a_round(folder: Path) -> None:
+    """Copies on a slow link take their time, one after the other, and the device waits for them."""
+    rate = 20e6
+    with alternate(folder, virtual_device=capi.VirtualDevice(link_bytes_per_s=rate)) as plan:
+        assert plan.events() == []
+        with plan.session() as session:
+            session.prefill([5] * CHUNK)
+            streamed = plan.events()
+            session.decode(5)
+            decoded = plan.events()
+        sizes = [unit.bytes for unit in plan.manifest.units]
+    for events in (streamed, decoded):
+        times = [(event.begin_ns, event.end_ns) for event in events]
+        assert all(begin <= end for begin, end in times)
+        assert max(end for _, end in times) - min(begin for begin, _ in times) < 60e9
+    assert {event.track for event in decoded} == {"cpu", "cpu wait", "device"}
+    segments = [event for event in decoded if event.track == "cpu"]
+    assert len(segments) > 3
+    assert all(one.end_ns <= other.begin_ns for one, other in pairwise(segments))
+
+    copies = [event for event in streamed if event.track == "copy"]
+    assert len(copies) > 3
+    for copy in copies:
+        assert copy.end_ns - copy.begin_ns > 0.95 * sizes[copy.number] / rate * 1e9
+    waits = {event.number: event for event in streamed if event.track == "device wait"}
+    assert all(waits[copy.number].end_ns >= copy.end_ns for copy in copies)
+    assert sum(wait.end_ns - wait.begin_ns for wait in waits.values()) > 0
