@@ -18,7 +18,7 @@ from gguf import ReaderTensor
 
 from atsc.compiler.errors import ModelError
 from atsc.compiler.importers.gguf_metadata import Metadata
-from atsc.compiler.importers.gguf_quants import dequantized, matrix_of, vector_of
+from atsc.compiler.importers.gguf_quants import matrix_of, vector_of
 from atsc.compiler.importers.gguf_rope import plain_rotary, scaled_rotary
 from atsc.compiler.importers.onnx.decoder import (
     Attention,
@@ -30,7 +30,6 @@ from atsc.compiler.importers.onnx.decoder import (
     Matrix,
     Norm,
     Rotary,
-    is_gatherable,
 )
 
 _MAX_CONTEXT = 1 << 24
@@ -210,19 +209,13 @@ class GgufDecoder:
         return given or None
 
     def _embedding_and_head(self) -> tuple[Matrix, Matrix | None]:
-        """The table and the head; None for a head that is the table.
-
-        Rows with float zero points cannot be gathered by an ONNX operator: such a table is
-        dequantised, and a tied head keeps its own quantised copy.
-        """
+        """The table and the head; None for a head that is the table."""
         table = self._take("token_embd.weight")
         is_tied = "output.weight" not in self._tensors
         vocab_size = int(table.shape[-1])
         stored = self._checked(matrix_of(table), table.name, (vocab_size, self.hidden_size))
         head = None if is_tied else self._matrix("output.weight", (vocab_size, self.hidden_size))
-        if is_gatherable(stored):
-            return stored, head
-        return dequantized(table), stored if is_tied else head
+        return stored, head
 
     def _rotaries(self) -> tuple[Rotary, Rotary | None]:
         """RoPE of the layers, and that of the layers with a window where it is another."""

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, ReaderTensor
-from gguf import quants as gguf_quants
 from numpy.typing import NDArray
 
 from atsc.compiler.errors import ModelError
@@ -81,21 +80,6 @@ def matrix_of(tensor: ReaderTensor, *, num_heads: int = 0) -> Matrix:
     rows = tensor.data.reshape(outputs, width // elements, num_bytes)
     parts = {name: _chunks(rows, order, read) for name, read in _parts(block_type, width).items()}
     return Matrix((outputs, width), block_type.format, parts)
-
-
-def dequantized(tensor: ReaderTensor) -> Matrix:
-    """A GGUF matrix as float32, as gguf-py dequantises it: for rows that must be gathered."""
-    _block_type(tensor)
-    width, outputs = (int(size) for size in tensor.shape)
-
-    def read(rows: Array) -> Array:
-        floats: Array = gguf_quants.dequantize(rows, tensor.tensor_type)
-        return floats
-
-    rows = tensor.data.reshape(outputs, -1)
-    return Matrix(
-        (outputs, width), FloatFormat(DType.F32), {"data": _chunks(rows, _in_order, read)}
-    )
 
 
 def vector_of(tensor: ReaderTensor, *, num_heads: int = 0) -> F32Array:

@@ -47,6 +47,8 @@ def _samples() -> Iterator[Sample]:
             for zero in (False, True):
                 fmt = BlockFormat(bits, size, zero)
                 yield Sample({}, (ids, random_block_weight(rng, (45, 224), fmt)))
+        fmt = BlockFormat(bits, 32, has_zero_points=True)
+        yield Sample({}, (ids, random_block_weight(rng, (45, 224), fmt, DType.F32)))
 
 
 OPS = (

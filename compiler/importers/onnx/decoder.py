@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from atsc.compiler.ir import BlockFormat, DType, FloatFormat, Format
+from atsc.compiler.ir import DType, FloatFormat, Format
 
 Array = NDArray[np.generic]
 F32Array = NDArray[np.float32]
@@ -206,8 +206,3 @@ class Decoder:
                     yield from (layer.mlp.gate_up, layer.mlp.down)
         if self.head is not None:
             yield self.head
-
-
-def is_gatherable(matrix: Matrix) -> bool:
-    """Whether GatherBlockQuantized (or Gather) can read rows of a matrix as it is stored."""
-    return not (isinstance(matrix.format, BlockFormat) and matrix.format.has_zero_points)

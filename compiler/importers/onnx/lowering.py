@@ -15,6 +15,7 @@ import onnx_ir
 from atsc.compiler.errors import ModelError
 from atsc.compiler.importers.onnx.model_file import ModelFile
 from atsc.compiler.importers.onnx.operands import (
+    BlockOffsets,
     Constant,
     Ints,
     Operand,
@@ -259,4 +260,6 @@ def _describe(operand: Operand | None) -> str:
         return f"the {operand.kind.replace('_', ' ')} {operand.name}"
     if isinstance(operand, Ints):
         return "shape arithmetic"
+    if isinstance(operand, BlockOffsets):
+        return f"rows of the table {operand.constant.root}"
     return "activations"

@@ -7,11 +7,20 @@ latter two leave open was found by running onnxruntime 1.32: uint8 data without 
 
 from __future__ import annotations
 
+import numpy as np
 import onnx_ir
+from numpy.typing import NDArray
 
 from atsc.compiler.errors import ModelError
 from atsc.compiler.importers.onnx.lowering import Attr, Lowering, OnnxNode, Rule
-from atsc.compiler.importers.onnx.operands import Constant, Rows, Symbol, reshape, transpose
+from atsc.compiler.importers.onnx.operands import (
+    BlockOffsets,
+    Constant,
+    Rows,
+    Symbol,
+    reshape,
+    transpose,
+)
 from atsc.compiler.importers.onnx.weights import (
     all_equal,
     block_weight,
@@ -20,7 +29,8 @@ from atsc.compiler.importers.onnx.weights import (
     nibble_codes,
     unpacked_nibbles,
 )
-from atsc.compiler.ir import ArraySource, Weight
+from atsc.compiler.ir import ArraySource, BlockFormat, DType, Weight
+from atsc.compiler.weights import read_f32
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 
@@ -123,8 +133,53 @@ def gather_rows(lowering: Lowering, node: OnnxNode) -> None:
     """Gather on a float table by token id; shape_rules hands the other uses of Gather apart."""
     if node.attrs["axis"] != 0:
         raise ModelError(f"attribute axis is {node.attrs['axis']}, supported for tables: 0")
-    table = lowering.matrix(node.constant(0))
-    _emit_embed(lowering, node, table, _token_ids(node, 1))
+    constant, ids = node.constant(0), _token_ids(node, 1)
+    if len(constant.shape) == 3 and constant.shape[2] == 1:
+        lowering.bind(node.output(), BlockOffsets(constant))
+        return
+    _emit_embed(lowering, node, lowering.matrix(constant), ids)
+
+
+def add_block_offsets(lowering: Lowering, node: OnnxNode, x: Rows, offsets: BlockOffsets) -> None:
+    """What our own conversions write for a table with float zero points, which no operator gathers:
+    rows without zero points, seen as blocks, plus an offset a block. It is one table again here.
+    """
+    maker = next((made for made in lowering.nodes if x.name in made.outputs), None)
+    constant = offsets.constant
+    table = lowering.weights[maker.inputs[1]] if maker and maker.op == "embed" else None
+    fmt = table.format if table else None
+    if (
+        not (maker and table and isinstance(fmt, BlockFormat))
+        or fmt.has_zero_points
+        or fmt.block_size != x.group
+        or constant.shape[:2] != table.parts["scales"].shape
+    ):
+        raise ModelError(f"{constant.root} holds no offsets for the blocks of a table")
+    parts = {**table.parts, "zero_points": _points_of_offsets(constant, table.parts["scales"], fmt)}
+    with_points = BlockFormat(fmt.bits, fmt.block_size, has_zero_points=True)
+    name = lowering.weight(
+        ("offsets", table.name, constant.root),
+        table.name,
+        lambda free: Weight(free, table.shape, with_points, parts),
+    )
+    lowering.emit("embed", node.name, (maker.inputs[0], name), node.output())
+    lowering.bind(node.output(), Rows(node.output(), x.width, x.group))
+
+
+def _points_of_offsets(offsets: Constant, scales: ArraySource, fmt: BlockFormat) -> ArraySource:
+    """Zero points z such that `offset = (implicit zero point - z) * scale`."""
+    shape = offsets.shape[:2]
+    source = float_part(offsets, shape)
+
+    def read() -> NDArray[np.generic]:
+        scale, offset = read_f32(scales), read_f32(source).astype(np.float64)
+        is_lost = (scale == 0) & (offset != 0)
+        if is_lost.any():
+            raise ModelError(f"{offsets.root} has offsets for blocks whose scale is 0")
+        points = fmt.implicit_zero_point - offset / np.where(scale == 0, np.float32(1), scale)
+        return points.astype(np.float32)
+
+    return ArraySource(DType.F32, shape, read)
 
 
 def _emit_embed(lowering: Lowering, node: OnnxNode, table: str, ids: str) -> None:

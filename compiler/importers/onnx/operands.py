@@ -61,6 +61,13 @@ class Symbol:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockOffsets:
+    """Rows of a float table [V, blocks, 1] by token id: to be added to the blocks of a row."""
+
+    constant: Constant
+
+
+@dataclass(frozen=True, slots=True)
 class Unknown:
     """The output of a node that could not be lowered; its readers are not reported again."""
 
@@ -128,7 +135,7 @@ class Ints:
         return flat == [value]
 
 
-Operand = Rows | Constant | Symbol | Unknown | Ints
+Operand = Rows | Constant | Symbol | BlockOffsets | Unknown | Ints
 FLOATS = (onnx_ir.DataType.FLOAT, onnx_ir.DataType.FLOAT16, onnx_ir.DataType.BFLOAT16)
 INTEGERS = (onnx_ir.DataType.INT64, onnx_ir.DataType.INT32)
 

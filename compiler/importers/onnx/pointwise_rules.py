@@ -12,7 +12,16 @@ import onnx_ir
 
 from atsc.compiler.errors import ModelError
 from atsc.compiler.importers.onnx.lowering import Attr, Lowering, OnnxNode, Rule
-from atsc.compiler.importers.onnx.operands import FLOATS, INTEGERS, Constant, Ints, Rows, Symbol
+from atsc.compiler.importers.onnx.matrix_rules import add_block_offsets
+from atsc.compiler.importers.onnx.operands import (
+    FLOATS,
+    INTEGERS,
+    BlockOffsets,
+    Constant,
+    Ints,
+    Rows,
+    Symbol,
+)
 
 _BINARY = {"Add": "add", "Sub": "sub", "Mul": "mul", "Div": "div"}
 
@@ -26,6 +35,9 @@ def _binary(lowering: Lowering, node: OnnxNode) -> None:
         node = OnnxNode(node.name, node.op_type, (b, a), node.outputs, node.attrs)
     x = node.rows(0, grouped=True)
     other = node.input(1)
+    if isinstance(other, BlockOffsets) and kind == "add":
+        add_block_offsets(lowering, node, x, other)
+        return
     if isinstance(other, Rows):
         if (other.width, other.group) != (x.width, x.group):
             raise ModelError(f"rows of {x.width} and of {other.width} do not match")

@@ -3,7 +3,8 @@
 Opset 22 with com.microsoft 1, IR 10, float32 activations, every initializer external. Weights go
 through in chunks of rows, so that a model of any size takes a few megabytes. Two conventions are
 ours, since the builder has no such files: float matrices keep their storage type and the order
-[N, K] (Cast and Transpose lead to MatMul), and quantised blocks may have float zero points.
+[N, K] (Cast and Transpose lead to MatMul), and quantised blocks may have float zero points, in the
+embedding as a second table of what they add to each block.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from atsc.compiler.importers.onnx.decoder import (
     Decoder,
     GatedMlp,
     Layer,
+    Matrix,
     MoeMlp,
     Norm,
     PlainMlp,
     Rotary,
-    is_gatherable,
 )
 from atsc.compiler.importers.onnx.graph_writer import GraphWriter, Progress
 from atsc.compiler.ir import BlockFormat, DType
@@ -112,7 +113,6 @@ def _mask_lengths(w: GraphWriter) -> tuple[str, str]:
 def _embedding(w: GraphWriter, decoder: Decoder) -> tuple[str, list[str]]:
     """The hidden state of the tokens, and the table's initializers for a tied head."""
     matrix, name = decoder.embedding, "/model/embed_tokens"
-    assert is_gatherable(matrix), "rows with float zero points cannot be gathered"
     is_tied = decoder.head is None
     stem = "lm_head.MatMul.weight" if is_tied else "model.embed_tokens.weight"
     vocab, width = matrix.shape
@@ -132,6 +132,8 @@ def _embedding(w: GraphWriter, decoder: Decoder) -> tuple[str, list[str]]:
             gather_axis=0,
             quantize_axis=1,
         )
+        if matrix.format.has_zero_points:
+            hidden = _add_offsets(w, name, matrix, hidden)
     else:
         names = w.matrix("model.embed_tokens.weight", [matrix])
         hidden = w.node("Gather", [*names, "input_ids"], f"{name}/Gather")
@@ -145,6 +147,30 @@ def _embedding(w: GraphWriter, decoder: Decoder) -> tuple[str, list[str]]:
     if decoder.positions is not None:
         hidden = _add_positions(w, decoder, hidden)
     return hidden, names
+
+
+def _add_offsets(w: GraphWriter, name: str, matrix: Matrix, rows: str) -> str:
+    """GatherBlockQuantized has no float zero points: their share is a float a block."""
+    fmt = matrix.format
+    assert isinstance(fmt, BlockFormat)
+    vocab, width = matrix.shape
+    blocks = width // fmt.block_size
+
+    def offsets() -> Iterator[Array]:
+        parts = (matrix.parts[part]() for part in ("scales", "zero_points"))
+        for scales, points in zip(*parts, strict=True):
+            exact = (fmt.implicit_zero_point - points.astype(np.float64)) * scales
+            yield exact.astype(np.float32)
+
+    table = w.stream(
+        "model.embed_tokens.weight_offsets", TensorProto.FLOAT, (vocab, blocks, 1), offsets()
+    )
+    offset = w.node("Gather", [table, "input_ids"], f"{name}/Gather_offsets")
+    grouped = w.node(
+        "Reshape", [rows, w.constant([0, 0, blocks, fmt.block_size])], f"{name}/Reshape_blocks"
+    )
+    total = w.node("Add", [grouped, offset], f"{name}/Add_offsets")
+    return w.node("Reshape", [total, w.constant([0, 0, width])], f"{name}/Reshape_rows")
 
 
 def _add_positions(w: GraphWriter, decoder: Decoder, hidden: str) -> str:

@@ -10,12 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Q
-from gguf_sample import Sample, expected_logits, llama_cpp_logits, run_onnx, sample
+from gguf_sample import VOCAB, Sample, expected_logits, llama_cpp_logits, run_onnx, sample
 from interpreter import Interpreter
 
+from atsc.compiler import cli
 from atsc.compiler.errors import ModelError
 from atsc.compiler.importers.gguf import convert_gguf
 from atsc.compiler.importers.onnx import import_onnx
+from atsc.compiler.ir import BlockFormat
+from atsc.compiler.weights import dequantize
 from atsc.passes.optimise import optimise
 
 IDS = [3, 130, 17, 3, 64, 0, 99, 5, 5, 7, 8, 21, 33, 99, 100, 1, 2, 77, 76, 75]
@@ -96,6 +99,28 @@ def test_our_graph_agrees_after_all_passes(
     assert relative_l2(logits, expected_logits(made, IDS)) <= 2e-3  # Our KV cache is fp16.
 
 
+@pytest.mark.parametrize(("kind", "bits"), [(Q.Q4_K, 4), (Q.Q5_K, 8)])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_table_with_offsets_is_one_table(
+    kind: Q, bits: int, is_tied: bool, tmp_path: Path
+) -> None:
+    """Rows with float zero points: two tables and an addition in ONNX, one gather in our graph."""
+    options: dict[str, Any] = {"hidden": 256, "inner": 256, "num_heads": 8}
+    made = sample(Q.Q4_K, kind, is_tied=is_tied, **options)
+    convert_gguf(made.write(tmp_path / "m.gguf"), tmp_path / "model.onnx")
+    graph = optimise(import_onnx(tmp_path / "model.onnx", accuracy_level=1))
+    embed, *others = graph.nodes
+    assert embed.op == "embed" and "embed" not in {node.op for node in others}
+    table = graph.weights[embed.inputs[1]]
+    assert table.format == BlockFormat(bits, 32, has_zero_points=True)
+    expected = made.meaning()["token_embd.weight"]
+    ulp = np.spacing(np.abs(expected).reshape(VOCAB, -1, 32).max(axis=2).astype(np.float32))
+    error = np.abs(dequantize(table) - expected).reshape(VOCAB, -1, 32).max(axis=2)
+    assert (error <= 2 * ulp).all()
+    logits = Interpreter(graph).round(np.array(IDS))
+    assert relative_l2(logits, expected_logits(made, IDS)) <= 2e-3
+
+
 def test_gemma_is_fused_to_few_nodes(tmp_path: Path) -> None:
     """Post-norms take their residuals, attention its norms and rope, linears gate and gelu."""
     model = sample(Q.Q5_0, Q.Q8_0, architecture="gemma3", keys=WINDOW, layers=2)
@@ -146,3 +171,26 @@ def test_the_kind_is_named_for_genai(tmp_path: Path) -> None:
         convert_gguf(source, tmp_path / "model.onnx")
         config = json.loads((tmp_path / "genai_config.json").read_text())
         assert config["model"]["type"] == kind
+
+
+@pytest.mark.toolchain
+@pytest.mark.parametrize("level", [1, 4])
+def test_a_plan_of_k_quants(level: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Convert, compile and verify: every type at once, a window shorter than the text."""
+    made = sample(
+        Q.Q5_K, Q.Q4_K, value=Q.Q6_K, architecture="gemma3", keys=WINDOW, hidden=256, inner=256,
+        num_heads=8,
+    )  # fmt: skip
+    made.kinds |= {"blk.0.ffn_down.weight": Q.Q5_1, "blk.1.ffn_down.weight": Q.Q5_0}
+    source, model, plan = tmp_path / "m.gguf", tmp_path / "model.onnx", tmp_path / "m.atsplan"
+    made.write(source)
+    assert cli.main(["convert", str(source), "-o", str(model), "--json"]) == 0
+    sizes = json.loads(capsys.readouterr().out)
+    assert 1 < sizes["weight_bytes"] / sizes["source_bytes"] < 2.5
+    options = ["--ctx", "48", "--chunk", "16", "--accuracy-level", str(level), "--json"]
+    assert cli.main(["compile", str(model), "-o", str(plan), *options]) == 0
+    capsys.readouterr()
+    code = cli.main(["verify", str(plan), str(model), "--tokens", "40", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert (code, found["failures"]) == (0, [])
+    assert found["relative_l2"] < (2e-3 if level == 1 else 4e-2)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mini_decoder import MICROSOFT, MiniDecoder
-from onnx import TensorProto
+from onnx import TensorProto, helper
 
 from atsc.compiler.errors import ModelError
 from atsc.compiler.ir import BlockFormat, DType, FloatFormat
@@ -176,6 +176,59 @@ def test_gather_block_quantized(
         bits=bits, block_size=block_size, gather_axis=0, quantize_axis=1,
     )  # fmt: skip
     decoder.assert_agrees(tolerance=1e-7)
+
+
+def offset_decoder(
+    rng: np.random.Generator, bits: int, size: int, shape: tuple[int, int]
+) -> MiniDecoder:
+    """Rows of a table without zero points, seen as blocks, plus a float a block."""
+    rows, blocks = shape
+    decoder = MiniDecoder(np.zeros((rows, 1), np.float32))
+    decoder.nodes.clear()
+    names = block_constants(decoder, rng, (rows, blocks * size), bits, size, "none")
+    decoder.constant("flat", np.array([rows, blocks * size * bits // 8], np.int64))
+    decoder.constant("offsets", floats(rng, rows, blocks, 1))
+    decoder.constant("blocks", np.array([0, 0, blocks, size], np.int64))
+    decoder.constant("whole", np.array([0, 0, blocks * size], np.int64))
+    decoder.node("Reshape", [names[0], "flat"], ["table_codes"], name="flatten")
+    decoder.node(
+        "GatherBlockQuantized", ["table_codes", "input_ids", names[1]], ["rows"], MICROSOFT,
+        bits=bits, block_size=size,
+    )  # fmt: skip
+    decoder.node("Gather", ["offsets", "input_ids"], ["offset"], name="gather_offsets")
+    decoder.node("Reshape", ["rows", "blocks"], ["grouped"], name="to_blocks")
+    decoder.node("Add", ["grouped", "offset"], ["sum"], name="add_offsets")
+    decoder.node("Reshape", ["sum", "whole"], ["logits"], name="to_rows")
+    return decoder
+
+
+@pytest.mark.parametrize(("bits", "size"), [(4, 16), (4, 32), (8, 32)])
+def test_offsets_of_a_table_are_its_zero_points(bits: int, size: int) -> None:
+    decoder = offset_decoder(np.random.default_rng(0), bits, size, (7, 3))
+    decoder.assert_agrees(tolerance=1e-6)
+    last = decoder.imported().nodes[-1]
+    assert last.op == "embed"
+    assert decoder.imported().weights[last.inputs[1]].format == BlockFormat(bits, size, True)
+
+
+def test_offsets_that_fit_no_table_are_refused() -> None:
+    decoder = offset_decoder(np.random.default_rng(0), 4, 32, (7, 2))
+    decoder.initializers[-2].CopyFrom(
+        helper.make_tensor("blocks", TensorProto.INT64, [4], [0, 0, 4, 16])
+    )
+    decoder.initializers[-3].CopyFrom(
+        helper.make_tensor("offsets", TensorProto.FLOAT, [7, 4, 1], [0.5] * 28)
+    )
+    with pytest.raises(ModelError, match="offsets holds no offsets for the blocks of a table"):
+        decoder.imported()
+
+
+def test_offsets_of_blocks_without_a_scale_are_refused() -> None:
+    decoder = offset_decoder(np.random.default_rng(0), 4, 32, (7, 2))
+    scales = next(t for t in decoder.initializers if t.name == "scales")
+    scales.raw_data = bytes(len(scales.raw_data))
+    with pytest.raises(ModelError, match="offsets for blocks whose scale is 0"):
+        decoder.ours([np.arange(7)])
 
 
 def test_a_tied_int4_head_is_one_weight() -> None:
