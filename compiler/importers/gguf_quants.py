@@ -78,7 +78,10 @@ def matrix_of(tensor: ReaderTensor, *, num_heads: int = 0) -> Matrix:
     block_type = _block_type(tensor)
     elements, num_bytes = GGML_QUANT_SIZES[kind]
     rows = tensor.data.reshape(outputs, width // elements, num_bytes)
-    parts = {name: _chunks(rows, order, read) for name, read in _parts(block_type, width).items()}
+    parts = {
+        name: _chunks(rows, order, read)
+        for name, read in _parts(tensor.name, block_type, width).items()
+    }
     return Matrix((outputs, width), block_type.format, parts)
 
 
@@ -99,7 +102,7 @@ def vector_of(tensor: ReaderTensor, *, num_heads: int = 0) -> F32Array:
     return restored
 
 
-def _parts(block_type: _BlockType, width: int) -> dict[str, Callable[[Blocks], Array]]:
+def _parts(tensor: str, block_type: _BlockType, width: int) -> dict[str, Callable[[Blocks], Array]]:
     """The readers of a BlockFormat's parts; `width` is K."""
     fmt = block_type.format
     blocks = width // fmt.block_size
@@ -107,8 +110,17 @@ def _parts(block_type: _BlockType, width: int) -> dict[str, Callable[[Blocks], A
     def codes(data: Blocks) -> Bytes:
         return block_type.codes(data).reshape(-1, blocks, fmt.block_size)
 
+    def finite(read: Callable[[Blocks], F32Array], data: Blocks) -> F32Array:
+        with np.errstate(invalid="ignore"):
+            numbers = read(data)
+        if not np.isfinite(numbers).all():
+            raise ModelError(
+                f"tensor {tensor}: a scale is infinite or no number; download it again"
+            )
+        return numbers.reshape(-1, blocks)
+
     def scales(data: Blocks) -> F32Array:
-        return block_type.scales(data).reshape(-1, blocks)
+        return finite(block_type.scales, data)
 
     if block_type.offsets is None:
         shift = np.uint8(fmt.implicit_zero_point - block_type.center)
@@ -116,7 +128,7 @@ def _parts(block_type: _BlockType, width: int) -> dict[str, Callable[[Blocks], A
 
     def offsets(data: Blocks) -> F32Array:
         assert block_type.offsets is not None
-        return block_type.offsets(data).reshape(-1, blocks)
+        return finite(block_type.offsets, data)
 
     def shifted_codes(data: Blocks) -> Bytes:
         stored = codes(data)

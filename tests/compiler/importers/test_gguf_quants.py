@@ -128,6 +128,17 @@ def test_k_blocks_without_a_scale_hold_their_offset(kind: Q, tmp_path: Path) -> 
     assert (points[5] == 0).all() and (points[:, ::3] == 0).all()
 
 
+@pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("number", [np.inf, np.nan])
+def test_scales_that_are_no_numbers(kind: Q, number: float, tmp_path: Path) -> None:
+    data = stored(kind, np.random.default_rng(9))
+    place = 208 if kind is Q.Q6_K else 0
+    data[3, place : place + 2] = np.array([number], np.float16).view(np.uint8)
+    matrix = matrix_of(read_back(tmp_path, data, kind))
+    with pytest.raises(ModelError, match=r"tensor blk\.7\.some\.weight: a scale is infinite"):
+        as_weight(matrix)
+
+
 def test_q6_k_with_scales_of_zero(tmp_path: Path) -> None:
     rng = np.random.default_rng(8)
     s = rng.integers(-128, 128, (4, 16)).astype(np.int8)
