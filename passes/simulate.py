@@ -160,7 +160,6 @@ class _Simulation:
         self._exposed: list[tuple[int, int]] = []
         self._copies: list[Event] = []
         self._copied: dict[int, Event] = {}
-        self._past = 0  # copies before this one had ended when the CPU last began
         self._now_ns = 0
         for _ in range(machine.num_slots):
             self._copy_next(0)
@@ -184,13 +183,12 @@ class _Simulation:
         )
 
     def run_on_cpu(self, unit: int) -> None:
-        """Slower while copies run. All copies that may run beside are known: any later one waits
-        for the slot of a unit that comes after this one."""
-        while self._past < len(self._copies) and self._copies[self._past].end_ns <= self._now_ns:
-            self._past += 1
-        beside = self._copies[self._past :] if self._machine.cpu_share != 1 else ()
-        took = stretched_ns(self._now_ns, self._times[unit].cpu_ns, beside, self._machine.cpu_share)
-        self._occupy(Track.CPU, unit, took)
+        """Slower while copies run. All copies that may run beside are known, for any later one
+        waits for the slot of a unit that comes after this one; so the engine is busy without a gap
+        until the last of them ends."""
+        busy_ns = self._copies[-1].end_ns - self._now_ns if self._copies else 0
+        work_ns = self._times[unit].cpu_ns
+        self._occupy(Track.CPU, unit, stretched_ns(work_ns, busy_ns, self._machine.cpu_share))
 
     def run_on_gpu(self, unit: int) -> None:
         """Where it lives, or after its copy; then its slot is free."""
@@ -213,19 +211,12 @@ class _Simulation:
         return Round(rows, tuple(events), tuple(self._exposed), copied_bytes, self._now_ns)
 
 
-def stretched_ns(begin_ns: int, work_ns: int, copies: Iterable[Event], cpu_share: float) -> int:
-    """How long work takes on the CPU that begins now, if it slows down during each copy."""
-    now, left = float(begin_ns), float(work_ns)
-    for copy in copies:
-        alone = max(copy.begin_ns - now, 0.0)
-        if left <= alone:
-            break
-        now, left = now + alone, left - alone
-        beside = max(copy.end_ns - now, 0.0) * cpu_share
-        if left <= beside:
-            return round(now + left / cpu_share - begin_ns)
-        now, left = max(now, copy.end_ns), left - beside
-    return round(now + left - begin_ns)
+def stretched_ns(work_ns: int, beside_ns: int, cpu_share: float) -> int:
+    """How long work takes on the CPU, if copies run beside it for so long from its begin on."""
+    if beside_ns <= 0 or cpu_share == 1:
+        return work_ns
+    done = beside_ns * cpu_share
+    return round(work_ns / cpu_share if work_ns <= done else beside_ns + (work_ns - done))
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,12 +101,10 @@ def test_the_cpu_slows_down_beside_a_copy() -> None:
     units = [unit(10, 1), unit(30, 3, 16), unit(10, 1)]
     # 16 ns beside the copy do 8 of 10; the rest takes 2; then 3 on the GPU, and 10 alone.
     assert run(units, "000", [1], machine).total_ns == 18 + 3 + 10
-    copies = [Event(Track.COPY, 0, 5, 15), Event(Track.COPY, 1, 15, 20)]
-    assert stretched_ns(0, 5, copies, 0.5) == 5
-    assert stretched_ns(0, 8, copies, 0.5) == 11
-    assert stretched_ns(0, 100, copies, 0.5) == 108, "7.5 more, rounded"
-    assert stretched_ns(10, 4, copies, 0.5) == 8
-    assert stretched_ns(20, 4, copies, 0.5) == 4
+    assert stretched_ns(8, 0, 0.5) == stretched_ns(8, -3, 0.5) == 8
+    assert stretched_ns(8, 15, 1) == 8
+    assert stretched_ns(8, 15, 0.5) == 15 + 8 - 7.5 + 0.5, "rounded to even"
+    assert stretched_ns(7, 15, 0.5) == 14
 
 
 @st.composite
