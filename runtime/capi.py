@@ -198,6 +198,23 @@ class Event(ctypes.Structure):
         ("index", ctypes.c_int32),
         ("begin_ns", ctypes.c_int64),
         ("end_ns", ctypes.c_int64),
+        ("first_node", ctypes.c_char_p),
+        ("last_node", ctypes.c_char_p),
+    )
+
+
+class Round(_Sized):
+    """atsc_round."""
+
+    _fields_ = (
+        ("struct_size", ctypes.c_size_t),
+        ("position", ctypes.c_int64),
+        ("num_tokens", ctypes.c_int64),
+        ("num_logit_rows", ctypes.c_int64),
+        ("begin_ns", ctypes.c_int64),
+        ("end_ns", ctypes.c_int64),
+        ("num_events", ctypes.c_int64),
+        ("events", ctypes.POINTER(Event)),
     )
 
 
@@ -222,6 +239,8 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "plan_profile_link": (Handle, ctypes.POINTER(LinkProfile)),
     "plan_script_device": (Handle, ctypes.c_char_p, ctypes.c_double),
     "plan_get_events": (Handle, ctypes.POINTER(Event), ctypes.c_int64, Int64Pointer),
+    "session_set_recording": (Handle, ctypes.c_int32),
+    "session_take_round": (Handle, ctypes.POINTER(Round)),
 }
 
 
@@ -236,6 +255,11 @@ class _Table(ctypes.Structure):
             for name, parameters in _FUNCTIONS.items()
         ),
     )
+
+
+def known_bytes(table: _Table) -> int:
+    """Bytes of a library's table; older ones have fewer functions."""
+    return int(table.struct_size)
 
 
 class Library:
@@ -268,8 +292,11 @@ class Library:
                 f"{name}: made for another version of atsc's interface than {API_VERSION}; "
                 "compile the model again"
             )
+        end = known_bytes(table.contents)
         self._functions: dict[str, Callable[..., int]] = {
-            function: getattr(table.contents, function) for function in _FUNCTIONS
+            function: getattr(table.contents, function)
+            for function in _FUNCTIONS
+            if getattr(_Table, function).offset < end
         }
 
     def call(self, function: str, *arguments: Any) -> None:
@@ -277,7 +304,13 @@ class Library:
 
         Raises:
             AtscError: a child that fits the status, with the library's message.
+            PlanError: the plan is older than the function.
         """
+        if function not in self._functions:
+            raise PlanError(
+                f"the plan's library has no {function}: an older atsc made it; compile the model "
+                "again"
+            )
         message = Message()
         status = self._functions[function](*arguments, ctypes.byref(message))
         if status:

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from atsc.compiler import plan as manifests
 from atsc.compiler.errors import AtscError, PlanError, UsageError
 from atsc.runtime import capi
+from atsc.runtime.rounds import Event, Round, event_of, round_of
 
 if TYPE_CHECKING:
     from atsc.runtime.tokenizer import Tokenizer
@@ -123,17 +124,6 @@ def _vram_bytes(vram: int | str | None) -> int:
     return vram
 
 
-class Event(NamedTuple):
-    """A part of a round; times in ns of a clock that starts anywhere."""
-
-    track: str
-    """`cpu`, `cpu wait` (for the GPU), `device`, `device wait` (for weights) or `copy`."""
-    number: int
-    """Of `copy` and `device wait` the plan's unit, else its place in the round."""
-    begin_ns: int
-    end_ns: int
-
-
 class Plan:
     """An open plan; `load` makes one."""
 
@@ -221,7 +211,7 @@ class Plan:
         self.call("plan_get_events", self._handle, None, 0, ctypes.byref(count))
         found = (capi.Event * count.value)()
         self.call("plan_get_events", self._handle, found, len(found), ctypes.byref(count))
-        return [Event(capi.TRACKS[e.track], e.index, e.begin_ns, e.end_ns) for e in found]
+        return [event_of(event) for event in found]
 
     def script_device(self, what: str, value: float = 0) -> None:
         """Change how the virtual device behaves (atsc_api.plan_script_device); any thread."""
@@ -464,6 +454,23 @@ class Session:
     def cancel(self) -> None:
         """End the present call, or else the next one, with CancelledError. Any thread."""
         self._call("session_cancel")
+
+    def set_recording(self, on: bool) -> None:
+        """Keep a record of every round from now on, for `take_rounds`; off drops all of them."""
+        self._call("session_set_recording", int(on))
+
+    def take_rounds(self) -> list[Round]:
+        """The records since the last call, oldest first; of rounds that ended, not cancelled ones.
+
+        They take memory until they are taken: some kilobytes a round.
+        """
+        rounds: list[Round] = []
+        found = capi.Round()
+        while True:
+            self._call("session_take_round", ctypes.byref(found))
+            if not found.num_tokens:
+                return rounds
+            rounds.append(round_of(found))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the session's state to a file, which appears whole or not at all."""

@@ -170,9 +170,9 @@ typedef struct atsc_next {
   int32_t finish; /* ATSC_FINISH_* */
 } atsc_next;
 
-/* What the latest round did and when; on the clock that the others share. */
+/* What a round did and when; on a clock that all rounds share and that starts anywhere. */
 enum {
-  ATSC_TRACK_CPU = 0,         /* segment `index` of the CPU */
+  ATSC_TRACK_CPU = 0,         /* segment `index` of the CPU; without a GPU, step `index` of it */
   ATSC_TRACK_CPU_WAIT = 1,    /* before it, for the GPU */
   ATSC_TRACK_DEVICE = 2,      /* run `index` of the GPU */
   ATSC_TRACK_DEVICE_WAIT = 3, /* for the weights of unit `index` */
@@ -184,7 +184,20 @@ typedef struct atsc_event {
   int32_t index;
   int64_t begin_ns;
   int64_t end_ns;
+  const char* first_node; /* that it ran; NULL for waits and copies. Lives as long as the plan */
+  const char* last_node;
 } atsc_event;
+
+typedef struct atsc_round {
+  size_t struct_size;
+  int64_t position;   /* tokens before it */
+  int64_t num_tokens; /* of it; 0: no round */
+  int64_t num_logit_rows;
+  int64_t begin_ns;
+  int64_t end_ns;
+  int64_t num_events; /* all of them between its begin and its end */
+  const atsc_event* events;
+} atsc_round;
 
 typedef struct atsc_api {
   size_t struct_size;
@@ -253,6 +266,13 @@ typedef struct atsc_api {
    * *count says how many there are. Any thread; waits for a round that runs. */
   atsc_status (*plan_get_events)(atsc_plan* plan, atsc_event* events, int64_t room, int64_t* count,
                                  atsc_message* message);
+
+  /* Keep a record of every whole round of the session from now on (not 0), or drop all records and
+   * keep none (0), which is how a session begins. They take memory until they are taken. */
+  atsc_status (*session_set_recording)(atsc_session* session, int32_t on, atsc_message* message);
+  /* The oldest record that was not taken yet; its events are borrowed until the session's next call. */
+  atsc_status (*session_take_round)(atsc_session* session, atsc_round* round,
+                                    atsc_message* message);
 } atsc_api;
 
 /* The table of a version, or NULL if this library does not know it. */

@@ -81,7 +81,8 @@ void run_round(atsc_session& session, const int32_t* tokens, int64_t count, cons
                int64_t num_rows) {
   const std::lock_guard lock(session.plan->rounds);
   const auto execute = [&](const Round& round) {
-    return session.plan->run(round, session.place.get());
+    const SessionPlace* place = session.place.get();
+    return session.recorder ? session.recorder->run(round, place) : session.plan->run(round, place);
   };
   session.state.run(execute, tokens, count, rows, num_rows);
 }
@@ -246,13 +247,28 @@ atsc_status session_restore(atsc_session* session, const char* path, atsc_messag
                     [&](Session& state) { state.restore(&present(path, "path")); });
 }
 
+atsc_status session_set_recording(atsc_session* session, int32_t on, atsc_message* message) {
+  return on_session(session, message, [&](const Session&) {
+    if (on == 0) return session->recorder.reset();
+    if (session->recorder) return;
+    session->recorder.emplace(kPlan, session->plan->executor, session->plan->hybrid.get());
+  });
+}
+
+atsc_status session_take_round(atsc_session* session, atsc_round* round, atsc_message* message) {
+  return on_session(session, message, [&](const Session&) {
+    read_struct(round, "round");
+    write_struct(round, session->recorder ? session->recorder->take() : atsc_round{}, "round");
+  });
+}
+
 constexpr atsc_api kApi = {
     sizeof(atsc_api),    ATSC_API_VERSION,     plan_open,      plan_close,
     plan_get_info,       session_create,       session_destroy, session_get_position,
     session_prefill,     session_decode,       session_logits, session_set_sampling,
     session_next,        session_rewind,       session_cancel, session_save,
     session_restore,     plan_profile_unit,    plan_profile_link, plan_script_device,
-    plan_get_events,
+    plan_get_events,     session_set_recording, session_take_round,
 };
 
 }  // namespace

@@ -4,11 +4,13 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 
 #include "atsc.h"
 #include "executor.h"
 #include "hybrid_executor.h"
+#include "recorder.h"
 #include "residency.h"
 #include "rungs.h"
 #include "session.h"
@@ -82,6 +84,7 @@ struct atsc_session {
   atsc_plan* plan;
   atsc::HeldPlace place;
   atsc::Session state;
+  std::optional<atsc::Recorder> recorder;  // none: rounds leave no record
 
   explicit atsc_session(atsc_plan* plan)
       : plan(plan), place(*plan), state(atsc::kPlan, place.get()) {}

@@ -9,6 +9,7 @@
 #include "api_handles.h"
 #include "isa.h"
 #include "profiler.h"
+#include "recorder.h"
 
 namespace atsc {
 namespace {
@@ -104,26 +105,6 @@ void profile(atsc_plan* plan, Measure&& measure) {
   Profiler profiler(kPlan, plan->executor, plan->pool, plan->weights.data(),
                           plan->opened.device.get());
   measure(profiler);
-}
-
-std::vector<atsc_event> events_of(const RoundRecord& record) {
-  std::vector<atsc_event> events;
-  int32_t index = 0;
-  for (const auto& segment : record.segments) {
-    events.push_back({ATSC_TRACK_CPU_WAIT, index, segment.wait_ns, segment.begin_ns});
-    events.push_back({ATSC_TRACK_CPU, index++, segment.begin_ns, segment.end_ns});
-  }
-  index = 0;
-  for (const auto& run : record.runs) {
-    events.push_back({ATSC_TRACK_DEVICE, index++, run.begin_ns, run.end_ns});
-  }
-  int64_t before = record.begin_ns;
-  for (const auto& copy : record.copies) {
-    events.push_back({ATSC_TRACK_COPY, copy.unit, before, copy.copied_ns});
-    events.push_back({ATSC_TRACK_DEVICE_WAIT, copy.unit, copy.wait_ns, copy.ready_ns});
-    before = copy.copied_ns;
-  }
-  return events;
 }
 
 }  // namespace
@@ -250,7 +231,7 @@ atsc_status plan_get_events(atsc_plan* plan, atsc_event* events, int64_t room, i
   return guard(message, [&] {
     const std::lock_guard lock(present(plan, "plan").rounds);
     std::vector<atsc_event> found;
-    if (plan->hybrid) found = events_of(plan->hybrid->latest());
+    if (plan->hybrid) found = events_of(kPlan, plan->hybrid->latest());
     present(count, "count") = static_cast<int64_t>(found.size());
     const auto taken = std::clamp<int64_t>(room, 0, static_cast<int64_t>(found.size()));
     if (taken > 0) std::copy_n(found.begin(), taken, &present(events, "events"));

@@ -283,6 +283,7 @@ void Executor::work(const Program& program, int segment, int thread,
     pool_.barrier([&] {
       next_chunk_.store(0, std::memory_order_relaxed);
       stop_ = cancelled.load(std::memory_order_relaxed);
+      if (step_ends_ns_ != nullptr) step_ends_ns_->push_back(platform::now_ns());
     });
     if (stop_) return;
   }
@@ -297,11 +298,25 @@ bool Executor::run_steps(const Program& program, int segment,
   return !stop_;
 }
 
-bool Executor::run(const Round& round) {
+bool Executor::run(const Round& round, std::vector<StepTime>* times) {
   if (round.cancelled->load(std::memory_order_relaxed)) return false;
   Program& program = program_for(round);
   bind(program, round);
-  return run_steps(program, 0, *round.cancelled);
+  if (times == nullptr) return run_steps(program, 0, *round.cancelled);
+  std::vector<int64_t> ends_ns;
+  ends_ns.reserve(steps_.size() + 1);  // the threads allocate nothing
+  ends_ns.push_back(platform::now_ns());
+  step_ends_ns_ = &ends_ns;
+  const bool is_whole = run_steps(program, 0, *round.cancelled);
+  step_ends_ns_ = nullptr;
+  if (!is_whole) return false;
+  ends_ns.push_back(platform::now_ns());  // the last step's barrier is the pool's
+  for (size_t step = 0; step < steps_.size(); ++step) {
+    times->push_back({program.instructions[steps_[step].first].node,
+                      program.instructions[steps_[step].end - 1].node, ends_ns[step],
+                      ends_ns[step + 1]});
+  }
+  return true;
 }
 
 bool Executor::run_segment(const Program& program, int segment,

@@ -69,8 +69,15 @@ class Executor {
     std::vector<int> segments;  // the first instruction of each
   };
 
-  // False: cancelled between two steps; the caches then hold part of the round.
-  bool run(const Round& round);
+  // When a step ran, its barrier included.
+  struct StepTime {
+    const NodeEntry *first, *last;
+    int64_t begin_ns, end_ns;
+  };
+
+  // False: cancelled between two steps; the caches then hold part of the round. Fills `times`, if it
+  // is given and the round was whole.
+  bool run(const Round& round, std::vector<StepTime>* times = nullptr);
 
   // The host's part of a round of so many rows.
   std::unique_ptr<Program> compile(int64_t num_tokens, int64_t num_logit_rows,
@@ -127,6 +134,7 @@ class Executor {
   std::unique_ptr<Program> programs_[3][3];
   std::vector<Step> steps_;
   std::vector<int> segment_ends_;  // in steps_
+  std::vector<int64_t>* step_ends_ns_ = nullptr;  // null: nobody asks
   bool stop_ = false;
   alignas(64) std::atomic<int64_t> next_chunk_{0};
 };

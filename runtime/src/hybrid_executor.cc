@@ -172,7 +172,9 @@ bool HybridExecutor::run_segments(Prepared& prepared, const Round& round) {
     if (prepared.executable) {
       prepared.executable->raise(kFlagFromHost, static_cast<uint32_t>(index + 1));
     }
-    record_.segments.push_back({wait_ns, begin_ns, platform::now_ns()});
+    const std::vector<int>& nodes = segments[index].nodes;
+    record_.segments.push_back(
+        {wait_ns, begin_ns, platform::now_ns(), nodes.front(), nodes.back()});
   }
   return true;
 }
@@ -183,7 +185,9 @@ void HybridExecutor::take_stamps(const Prepared& prepared) {
   for (size_t run = 0; run < round.begin_stamps.size(); ++run) {
     const int64_t before = record_.runs.empty() ? at(0) : record_.runs.back().end_ns;
     const int begin = round.begin_stamps[run];
-    record_.runs.push_back({begin == kNoStamp ? before : at(begin), at(round.end_stamps[run])});
+    const std::vector<DeviceStep>& steps = round.splits.runs[run].steps;
+    record_.runs.push_back({begin == kNoStamp ? before : at(begin), at(round.end_stamps[run]),
+                            steps.front().node, steps.back().node});
   }
   for (const PromotionStamps& stamps : round.promotion_stamps) {
     record_.copies.push_back(

@@ -28,9 +28,11 @@ namespace atsc {
 struct RoundRecord {
   struct Segment {
     int64_t wait_ns, begin_ns, end_ns;  // wait: when it began to wait for the device
+    int first_node, last_node;
   };
   struct Run {
     int64_t begin_ns, end_ns;
+    int first_node, last_node;
   };
   struct Copy {
     int unit;

@@ -1,0 +1,64 @@
+"""What a round did and when: the records that plans keep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from atsc.runtime import capi
+
+
+class Event(NamedTuple):
+    """A part of a round; times in ns of a clock that starts anywhere."""
+
+    track: str
+    """`cpu`, `cpu wait` (for the GPU), `device`, `device wait` (for weights) or `copy`."""
+    number: int
+    """Of `copy` and `device wait` the plan's unit, else its place in the round."""
+    begin_ns: int
+    end_ns: int
+    first_node: str | None
+    """The nodes that it ran, in order of execution; None for waits and copies."""
+    last_node: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One prefill chunk or decode step."""
+
+    position: int
+    """Tokens before it."""
+    num_tokens: int
+    num_logit_rows: int
+    begin_ns: int
+    end_ns: int
+    events: tuple[Event, ...]
+    """All between its begin and its end; those of a track in order."""
+
+
+def event_of(found: capi.Event) -> Event:
+    """From the C interface, while its strings live."""
+    return Event(
+        capi.TRACKS[found.track],
+        found.index,
+        found.begin_ns,
+        found.end_ns,
+        _text(found.first_node),
+        _text(found.last_node),
+    )
+
+
+def round_of(found: capi.Round) -> Round:
+    """From the C interface, while its events live."""
+    return Round(
+        position=found.position,
+        num_tokens=found.num_tokens,
+        num_logit_rows=found.num_logit_rows,
+        begin_ns=found.begin_ns,
+        end_ns=found.end_ns,
+        events=tuple(event_of(event) for event in found.events[: found.num_events]),
+    )
+
+
+def _text(name: bytes | None) -> str | None:
+    return None if name is None else name.decode("utf-8", "replace")
