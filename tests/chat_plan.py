@@ -12,9 +12,16 @@ TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}
 
 def build_chat_plan(directory: Path) -> Path:
     """A whole plan folder that a chat can run."""
+    tiny_model.build_plan(directory)
+    write_tokenizer(directory)
+    tiny_model.save_manifest(directory, "tiny")
+    return directory
+
+
+def write_tokenizer(directory: Path) -> None:
+    """Into a plan folder, whose manifest is then to be saved again."""
     from tokenizers import Tokenizer, decoders, models
 
-    tiny_model.build_plan(directory)
     folder = directory / "tokenizer"
     folder.mkdir()
     vocabulary = {character: index for index, character in enumerate(CHARACTERS)}
@@ -22,5 +29,3 @@ def build_chat_plan(directory: Path) -> Path:
     tokenizer.decoder = decoders.Fuse()
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    tiny_model.save_manifest(directory, "tiny")
-    return directory

@@ -13,13 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atsc.compiler.commands.console import Console, NotYet, at_least, existing, format_size
+from atsc.compiler.commands import trace as traces
+from atsc.compiler.commands.console import (
+    Console,
+    at_least,
+    existing,
+    format_size,
+    parse_size,
+)
 from atsc.compiler.errors import PlanError, UsageError
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from atsc.compiler.commands.trace import Trace
     from atsc.runtime.loader import Plan, Session
 
 WARM_UP_TOKENS = 8
@@ -44,7 +52,13 @@ def add(parsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("-r", type=at_least(1), default=5, metavar="N", help="repetitions (5)")
     parser.add_argument("--threads", type=at_least(1), metavar="N", help="default: one a core")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.add_argument("--vram", action=NotYet, instead="plans run on the CPU for now")
+    parser.add_argument(
+        "--vram",
+        type=parse_size,
+        metavar="SIZE",
+        help="GPU memory to use, as 6G (default: as compiled)",
+    )
+    traces.add_flag(parser)
     return parser
 
 
@@ -76,14 +90,17 @@ def run(args: argparse.Namespace, console: Console) -> int:
         raise UsageError("nothing to measure; give -p or -n a number above 0")
     from atsc.runtime import loader
 
-    with loader.load(directory, threads=args.threads) as plan:
+    with (
+        traces.tracing(args.trace) as trace,
+        loader.load(directory, threads=args.threads, vram=args.vram) as plan,
+    ):
         for test in tests:
             if test.depth + test.num_tokens > plan.context_length:
                 raise UsageError(
                     f"{test.name} needs {test.depth + test.num_tokens} tokens, and the plan's "
                     f"context is {plan.context_length}; choose fewer, or compile with more --ctx"
                 )
-        samples = {test: _measure(plan, test, args.r, console) for test in tests}
+        samples = {test: _measure(plan, test, args.r, console, trace) for test in tests}
         document = {
             "plan": str(directory),
             "model": plan.model_name,
@@ -101,13 +118,17 @@ def _tests(prompts: list[int], generated: list[int], depths: list[int]) -> Itera
         yield from (Test(0, count, depth) for count in generated if count)
 
 
-def _measure(plan: Plan, test: Test, repetitions: int, console: Console) -> list[float]:
+def _measure(
+    plan: Plan, test: Test, repetitions: int, console: Console, trace: Trace | None
+) -> list[float]:
     """Tokens per second of each repetition."""
     import numpy as np
 
     ids = np.random.default_rng(0).integers(0, plan.vocab_size, test.depth + test.num_tokens)
     rates = []
     with plan.session() as session:
+        if trace:
+            trace.watch(plan, session)
         if test.depth:
             session.prefill(ids[: test.depth], logits="none")
         timed = ids[test.depth :]
@@ -116,9 +137,13 @@ def _measure(plan: Plan, test: Test, repetitions: int, console: Console) -> list
         for done in range(repetitions):
             console.progress(test.name, done, repetitions)
             _restart(session, ids, test.depth)
+            if trace:
+                trace.collect(session, "warm-up")
             begin = time.perf_counter()
             _work(session, test, timed)
             rates.append(len(timed) / (time.perf_counter() - begin))
+            if trace:
+                trace.collect(session, f"{test.name}, {done + 1} of {repetitions}")
         console.clear()
     return rates
 

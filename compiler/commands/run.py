@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from atsc.compiler.commands.console import Console, NotYet, at_least, between, existing, parse_size
+from atsc.compiler.commands import trace as traces
+from atsc.compiler.commands.console import Console, at_least, between, existing, parse_size
 from atsc.compiler.commands.writer import Prompt, Writer
 from atsc.compiler.errors import PlanError, UsageError
 
@@ -39,7 +40,7 @@ def add(parsers: Any) -> argparse.ArgumentParser:
         help="GPU memory to use, as 6G (default: as compiled)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.add_argument("--trace", action=NotYet, instead="`atsc bench` measures speed")
+    traces.add_flag(parser)
     return parser
 
 
@@ -53,11 +54,16 @@ def run(args: argparse.Namespace, console: Console) -> int:
     directory = existing(args.plan, "plan folder", PlanError)
     from atsc.runtime import loader
 
-    opened = loader.load(directory, threads=args.threads, vram=args.vram)
-    with opened as plan, plan.session() as session:
+    with (
+        traces.tracing(args.trace) as trace,
+        loader.load(directory, threads=args.threads, vram=args.vram) as plan,
+        plan.session() as session,
+    ):
+        if trace:
+            trace.watch(plan, session)
         if console.verbose:
             console.note(f"{plan.model_name}: {plan.num_threads} threads, {plan.isa} kernels")
-        writer = Writer(args, console, plan, session)
+        writer = Writer(args, console, plan, session, trace)
         if args.prompt is None:
             from atsc.compiler.commands.chat import converse
 

@@ -15,6 +15,7 @@ from atsc.compiler.commands.console import Console
 from atsc.compiler.errors import CancelledError, UsageError
 
 if TYPE_CHECKING:
+    from atsc.compiler.commands.trace import Trace
     from atsc.runtime.loader import Plan, Session
 
 T = TypeVar("T")
@@ -85,12 +86,18 @@ class Writer:
     """Generates answers in one session, reusing what it holds, and prints them as they come."""
 
     def __init__(
-        self, args: argparse.Namespace, console: Console, plan: Plan, session: Session
+        self,
+        args: argparse.Namespace,
+        console: Console,
+        plan: Plan,
+        session: Session,
+        trace: Trace | None = None,
     ) -> None:
         self._args = args
         self._console = console
         self._plan = plan
         self._session = session
+        self._trace = trace
         self._held: list[int] = []
         self._told: Prompt | None = None
         """The latest prompt with its answer."""
@@ -164,6 +171,8 @@ class Writer:
                 raise
         finally:
             self._held = [*ids, *tokens][: self._session.position]
+        if self._trace:
+            self._trace.collect(self._session)
         self._print(pieces, stream.flush())
         if not tokens:
             first = last = time.perf_counter()

@@ -91,10 +91,6 @@ def test_flags_of_features_to_come_are_refused_by_name(atsc: Atsc, flag: str) ->
     assert f"{flag} is not supported yet" in one_line(atsc("compile", "m", flag, "6G"), 2)
 
 
-def test_more_flags_to_come(atsc: Atsc) -> None:
-    assert "--trace is not supported yet" in one_line(atsc("run", "p", "--trace", "f"), 2)
-
-
 def test_help_and_version(atsc: Atsc) -> None:
     assert atsc("--version").out.startswith("atsc ")
     for module in cli.COMMANDS:

@@ -41,6 +41,8 @@ def test_text_streams_and_speed_follows(
     assert "text: 5 tokens, " in captured.err
     assert captured.err.endswith(" (length)\n")
     assert plan.options == {"threads": 2, "vram": 6 << 30}
+    assert cli.main(["bench", str(tmp_path), "-p", "8", "-n", "0", "-r", "1", "--vram", "1G"]) == 0
+    assert plan.options == {"threads": None, "vram": 1 << 30}
 
 
 def test_sampling_flags_reach_the_session(plan: FakePlan, tmp_path: Path) -> None:
