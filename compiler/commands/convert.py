@@ -39,10 +39,12 @@ def run(args: argparse.Namespace, console: Console) -> int:
             "seconds": round(seconds, 3),
             "source_bytes": sizes.source_bytes,
             "weight_bytes": sizes.weight_bytes,
+            "rotary_bytes": sizes.rotary_bytes,
         },
         f"{args.output} written in {seconds:.1f} s; compile it with: atsc compile {args.output}\n"
         f"weights: {format_size(sizes.source_bytes)} in the GGUF file,"
         f" {format_size(sizes.weight_bytes)} in ONNX"
-        f" ({sizes.weight_bytes / sizes.source_bytes:.2f} times as much)",
+        f" ({sizes.weight_bytes / sizes.source_bytes:.2f} times as much),"
+        f" and {format_size(sizes.rotary_bytes)} of RoPE tables",
     )
     return 0

@@ -27,10 +27,11 @@ from atsc.compiler.importers.onnx.write_decoder import write_decoder
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """Bytes of the tensors in the GGUF file, and of the weights in the ONNX file."""
+    """Bytes of the tensors in the GGUF file, and of weights and RoPE tables in the ONNX file."""
 
     source_bytes: int
     weight_bytes: int
+    rotary_bytes: int
 
 
 def convert_gguf(source: Path, target: Path, *, progress: Progress | None = None) -> Conversion:
@@ -76,5 +77,6 @@ def convert_gguf(source: Path, target: Path, *, progress: Progress | None = None
             data_name=data_name,
             progress=progress,
         )
-        weight_bytes = files.path(data_name).stat().st_size
-    return Conversion(file.num_bytes, weight_bytes)
+        data_bytes = files.path(data_name).stat().st_size
+    rotary_bytes = decoder.rotary_bytes
+    return Conversion(file.num_bytes, data_bytes - rotary_bytes, rotary_bytes)

@@ -186,6 +186,12 @@ class Decoder:
         """What attention scores are multiplied by."""
         return self.head_size**-0.5 if self.attention_scale is None else self.attention_scale
 
+    @property
+    def rotary_bytes(self) -> int:
+        """Bytes of all tables of cos and sin."""
+        pairs = (r.inverse_frequencies for r in (self.rotary, self.window_rotary) if r is not None)
+        return sum(2 * 4 * self.context_length * len(frequencies) for frequencies in pairs)
+
     def num_bytes(self) -> int:
         """Bytes of all matrices as they are written; norms, biases and tables are not counted."""
         return sum(matrix.num_bytes for matrix in self.matrices())

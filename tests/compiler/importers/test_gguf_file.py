@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf_sample import sample
+from gguf_sample import CONTEXT, HEAD_SIZE, sample
 
 from atsc.compiler.errors import ModelError
 from atsc.compiler.importers.gguf import convert_gguf
@@ -23,7 +23,9 @@ def test_parts_are_one_model(tmp_path: Path) -> None:
         sizes.source_bytes
         == convert_gguf(tmp_path / "whole.gguf", tmp_path / "a" / "model.onnx").source_bytes
     )
-    assert sizes.weight_bytes == (tmp_path / "b" / "model.onnx.data").stat().st_size
+    assert sizes.rotary_bytes == 2 * 4 * CONTEXT * HEAD_SIZE // 2
+    size = (tmp_path / "b" / "model.onnx.data").stat().st_size
+    assert sizes.weight_bytes == size - sizes.rotary_bytes
 
 
 def refusal(path: Path) -> str:
