@@ -64,14 +64,15 @@ class Observer(Protocol):
 
 
 @dataclass(slots=True)
-class _Stages:
+class Stages:
     """Runs named stages, timed and observed; knows where to stop."""
 
     observer: Observer | None
-    stop_after: str | None
+    stop_after: str | None = None
     done: int = 0
 
     def run(self, name: str, work: Callable[[], T]) -> T:
+        """One stage's artefact."""
         start = time.perf_counter()
         artifact = work()
         if self.observer:
@@ -83,6 +84,7 @@ class _Stages:
         return artifact
 
     def progress(self, what: str, done: int, total: int) -> None:
+        """Part of the present stage is done."""
         if self.observer:
             self.observer.on_progress(what, done, total)
 
@@ -106,7 +108,7 @@ def compile_model(options: CompileOptions, observer: Observer | None = None) -> 
     _check_options(options)
     output = check_output(options.output or default_output(options.model))
     try:
-        return _compile(options, output, _Stages(observer, options.stop_after))
+        return _compile(options, output, Stages(observer, options.stop_after))
     except _StopError:
         return None
 
@@ -116,18 +118,14 @@ def default_output(model: Path) -> Path:
     return model.parent / f"{model.stem if model.is_file() else model.name}.atsplan"
 
 
-def _compile(options: CompileOptions, output: Path, stages: _Stages) -> Path:
+def _compile(options: CompileOptions, output: Path, stages: Stages) -> Path:
     target = _target_of(options)
     imported = stages.run(
         "import", lambda: import_onnx(options.model, accuracy_level=options.accuracy_level)
     )
     context = choose_context(imported, options.ctx)
     graph = stages.run("optimise", lambda: LimitContext(context).run(optimise(imported)))
-    parts = stages.run("partition", lambda: _partition(graph))
-    limits = _round_limits(graph, min(options.chunk, context))
-    allocation = stages.run("allocate", lambda: _allocate(graph, parts.schedule, limits))
-    generated = stages.run("generate", lambda: _generate(options, graph, parts, target, stages))
-    built = Compilation(options, target, graph, context, parts, limits, allocation, generated)
+    built = build(options, target, graph, context, stages)
     if not target.gpu:
         return stages.run(
             "package", lambda: write_compiled(built, None, None, output, stages.progress)
@@ -140,6 +138,17 @@ def _compile(options: CompileOptions, output: Path, stages: _Stages) -> Path:
             "package",
             lambda: write_compiled(built, annotation, device, output, stages.progress, profile),
         )
+
+
+def build(
+    options: CompileOptions, target: Target, graph: Graph, context: int, stages: Stages
+) -> Compilation:
+    """From a graph ready for code generation to its kernels: partition, allocate, generate."""
+    parts = stages.run("partition", lambda: _partition(graph))
+    limits = _round_limits(graph, min(options.chunk, context))
+    allocation = stages.run("allocate", lambda: _allocate(graph, parts.schedule, limits))
+    code = stages.run("generate", lambda: _generate(options, graph, parts, target, stages))
+    return Compilation(options, target, graph, context, parts, limits, allocation, code)
 
 
 def _target_of(options: CompileOptions) -> Target:
@@ -205,7 +214,7 @@ def _allocate(graph: Graph, schedule: Schedule, limits: RoundLimits) -> Allocati
 
 
 def _generate(
-    options: CompileOptions, graph: Graph, parts: Partition, target: Target, stages: _Stages
+    options: CompileOptions, graph: Graph, parts: Partition, target: Target, stages: Stages
 ) -> Code:
     cpu = generate(graph, parts.storage, stages.progress, options.toolchain)
     if target.gpu != "cuda":
@@ -213,7 +222,7 @@ def _generate(
     return Code(cpu, generate_device(graph, parts.storage, Gpu(target.sm, target.num_sms)))
 
 
-def _annotate(b: Compilation, profile: Path, stages: _Stages) -> Annotation:
+def _annotate(b: Compilation, profile: Path, stages: Stages) -> Annotation:
     """Measured times where the target is this machine, else its file's roofline."""
 
     def annotate_with(timer: Timer) -> Annotation:

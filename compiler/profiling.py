@@ -48,20 +48,21 @@ class MeasuredTimer:
 
     def transfer_ns(self, num_bytes: int) -> int:
         """See Timer."""
-        return round(num_bytes / self._link()["to_device_beside_cpu_bytes_per_s"] * 1e9)
+        return round(num_bytes / self.link_profile()["to_device_beside_cpu_bytes_per_s"] * 1e9)
 
     def link(self, to: Side) -> Link:
         """See Timer."""
         direction = "device" if to is Side.GPU else "host"
-        found = self._link()
+        found = self.link_profile()
         rate = found[f"to_{direction}_bytes_per_s"]
         return Link(found[f"hand_off_to_{direction}_ns"], 1e9 / rate)
 
     def fixed_device_bytes(self) -> int:
         """What the process holds of the GPU whatever lives there."""
-        return int(self._link()["fixed_device_bytes"])
+        return int(self.link_profile()["fixed_device_bytes"])
 
-    def _link(self) -> dict[str, float]:
+    def link_profile(self) -> dict[str, float]:
+        """Rates and latencies between the two sides, as Plan.profile_link gives them."""
         if "link" not in self.answers:
             self.answers["link"] = self.plan.profile_link()
         found: dict[str, float] = self.answers["link"]
@@ -83,7 +84,11 @@ def measuring(b: Compilation, profile: Path, progress: Progress | None) -> Itera
     from atsc.runtime import loader
 
     kept = cache_dir() / "profiles" / f"{_identity(b)}.json"
-    tables = profiling_tables(b.target.gpu, b.target.vram_bytes, b.code.device, len(b.parts.units))
+    tables = None
+    if b.target.gpu:
+        tables = profiling_tables(
+            b.target.gpu, b.target.vram_bytes, b.code.device, len(b.parts.units)
+        )
     write_compiled(b, None, tables, profile, progress)
     with loader.load(profile, threads=b.options.threads, strict=True) as plan:
         timer = MeasuredTimer(plan, _signatures(b), _read(kept))

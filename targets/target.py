@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
+import os
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -93,6 +95,19 @@ def load(path: Path) -> Target:
             f"target file {path}: isa is {target.isa!r}; give one of {', '.join(ISA_FLAGS)}"
         )
     return target
+
+
+def save(target: Target, path: Path) -> None:
+    """Write a target file that `load` reads back; what is not known is left out."""
+    lines = [f"# Written by atsc for {target.cpu_model or target.name}."]
+    for field in dataclasses.fields(target):
+        value = getattr(target, field.name)
+        if value not in (None, "", 0, ()):
+            listed = list(value) if isinstance(value, tuple) else value
+            lines.append(f"{field.name} = {json.dumps(listed, ensure_ascii=False)}")
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fresh.write_text("\n".join(lines) + "\n", "utf-8")
+    fresh.replace(path)
 
 
 def resolve(spec: str) -> Target:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from atsc.compiler.errors import UsageError
-from atsc.targets.target import Target, builtin_names, load, resolve
+from atsc.targets.target import Target, builtin_names, load, resolve, save
 
 
 def test_every_built_in_target_loads() -> None:
@@ -63,3 +63,12 @@ def test_names_that_are_none(tmp_path: Path) -> None:
 def test_default_threads(cores: int, limit: float | None, threads: int) -> None:
     target = Target("t", "x86-64-v3", num_cores=cores, cpu_limit=limit)
     assert target.default_threads == threads
+
+
+def test_a_saved_target_is_read_back(tmp_path: Path) -> None:
+    target = Target(
+        "mäch", "x86-64-v4", 'a "CPU"', ("avx_vnni",), 8, ram_read_bytes_per_s=4.25e10, gpu="cuda"
+    )
+    save(target, tmp_path / "m.toml")
+    assert load(tmp_path / "m.toml") == target
+    assert [path.name for path in tmp_path.iterdir()] == ["m.toml"]

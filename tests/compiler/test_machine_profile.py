@@ -1,0 +1,41 @@
+"""`atsc profile`: the probe model is valid, and its rates come out as a target file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from atsc.compiler import cli, machine_profile
+from atsc.compiler.invariants import check_graph
+from atsc.passes.annotate import rates_of
+from atsc.targets.target import load
+
+
+def test_the_probe_is_a_valid_graph() -> None:
+    check_graph(machine_profile.probe_graph())
+
+
+@pytest.mark.toolchain
+def test_profile_writes_a_target_that_rooflines_are_made_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("HIDDEN", 256), ("INNER", 2560), ("LAYERS", 2), ("VOCAB", 512)):
+        monkeypatch.setattr(machine_profile, name, value)
+    file = tmp_path / "here.toml"
+    assert cli.main(["profile", "-o", str(file), "--threads", "1", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)["target"]
+    target = load(file)
+    assert target.source == "measured"
+    assert target.ram_read_bytes_per_s == shown["ram_read_bytes_per_s"]
+    # Far apart from each other and from nonsense on any machine that runs tests.
+    assert 1e8 < (target.ram_read_bytes_per_s or 0) < 1e12
+    assert 1e9 < (target.cpu_ops_per_s or 0) < 1e14
+    if target.gpu:
+        assert rates_of(target).gpu_bytes_per_s == target.vram_read_bytes_per_s
+
+
+def test_a_missing_folder_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["profile", "-o", "no/such/folder/m.toml"]) == 2
+    assert "there is no folder no/such/folder" in capsys.readouterr().err
