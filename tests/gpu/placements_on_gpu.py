@@ -2,11 +2,13 @@
 
     python tests/gpu/placements_on_gpu.py --model DIR [--placements 20] [--vram 40G] [--json]
     python tests/gpu/placements_on_gpu.py --make qwen3-0.6b --layers 6
+    python tests/gpu/placements_on_gpu.py --model DIR --ids ids.json       a text's tokens
 
 Compiles the model for this machine's GPU, then compares logits, teacher-forced: a prompt in one
 prefill (streaming or not), decode steps, and a round of a few rows, on the CPU alone, on the GPU
 alone, and split at random. The top token must be the same wherever the CPU's margin between first
-and second exceeds six times the stated error. Needs no pytest, so that it runs on a bare machine.
+and second exceeds six times the stated error; of a text, perplexities must agree within 0.3 % and
+their statistical error. Needs no pytest, so that it runs on a bare machine.
 """
 
 from __future__ import annotations
@@ -24,17 +26,26 @@ import numpy as np
 
 STATED_ERROR = 4e-2
 """Relative L2 error of logits with int8 activations, as `atsc verify` allows it."""
-PROMPT, STEPS = 90, 10
+PROMPT, STEPS, LAST = 90, 10, 3
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def logits_of(plan: Any, ids: list[int]) -> np.ndarray:
     """Rows of logits: of a prefill, of decode steps, and of a round of three rows."""
+    prompt = len(ids) - STEPS - LAST
     with plan.session() as session:
-        rows = [session.prefill(ids[:PROMPT], logits="all")]
-        rows += [session.decode(token)[None] for token in ids[PROMPT : PROMPT + STEPS]]
-        rows.append(session.prefill(ids[PROMPT + STEPS :], logits="all"))
+        rows = [session.prefill(ids[:prompt], logits="all")]
+        rows += [session.decode(token)[None] for token in ids[prompt : prompt + STEPS]]
+        rows.append(session.prefill(ids[prompt + STEPS :], logits="all"))
     return np.concatenate(rows)
+
+
+def losses(logits: np.ndarray, ids: list[int]) -> np.ndarray:
+    """Negative log-likelihood of each next token."""
+    wide = logits[:-1].astype(np.float64)
+    wide -= wide.max(axis=-1, keepdims=True)
+    log_sum = np.log(np.exp(wide).sum(axis=-1))
+    return log_sum - wide[np.arange(len(wide)), ids[1:]]
 
 
 def compare(found: np.ndarray, expected: np.ndarray) -> dict[str, Any]:
@@ -52,13 +63,15 @@ def compare(found: np.ndarray, expected: np.ndarray) -> dict[str, Any]:
     }
 
 
-def check(plan_path: Path, placements: int, threads: int) -> list[dict[str, Any]]:
+def check(
+    plan_path: Path, placements: int, threads: int, text: list[int] | None
+) -> list[dict[str, Any]]:
     """Compare all placements with the CPU alone."""
     from atsc.runtime import loader
 
     rng = np.random.default_rng(0)
     with loader.load(plan_path, threads=threads, device=False) as plan:
-        ids = rng.integers(0, plan.vocab_size, PROMPT + STEPS + 3).tolist()
+        ids = text or rng.integers(0, plan.vocab_size, PROMPT + STEPS + LAST).tolist()
         num_units = plan.num_units
         expected = logits_of(plan, ids)
     cases: list[tuple[str, list[bool] | None]] = [
@@ -75,7 +88,11 @@ def check(plan_path: Path, placements: int, threads: int) -> list[dict[str, Any]
         begin = time.perf_counter()
         try:
             with loader.load(plan_path, threads=threads, on_device=bits) as plan:
-                found = compare(logits_of(plan, ids), expected)
+                logits = logits_of(plan, ids)
+                found = compare(logits, expected)
+                change = losses(logits, ids) - losses(expected, ids)
+                found["perplexity_ratio"] = float(np.exp(change.mean()))
+                found["standard_error"] = float(change.std() / len(change) ** 0.5)
                 found["device_bytes"] = plan.device_bytes
                 found["predicted_device_bytes"] = plan.predicted_device_bytes
         except Exception as error:
@@ -83,6 +100,14 @@ def check(plan_path: Path, placements: int, threads: int) -> list[dict[str, Any]
         results.append({"placement": name, **found, "seconds": time.perf_counter() - begin})
         print(json.dumps(results[-1]), flush=True)
     return results
+
+
+def is_right(result: dict[str, Any], is_text: bool) -> bool:
+    """Whether a placement's logits are as good as the CPU's."""
+    if "error" in result or result["clear_tokens_wrong"] or not result["finite"]:
+        return False
+    allowed = 0.003 + 2 * result["standard_error"]
+    return not is_text or abs(result["perplexity_ratio"] - 1) <= allowed
 
 
 def main() -> int:
@@ -95,6 +120,8 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=8)
     parser.add_argument("--vram", default="20G")
     parser.add_argument("--target", default="auto")
+    parser.add_argument("--ctx", default="512")
+    parser.add_argument("--ids", type=Path, help="a JSON list of token ids")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = args.model or Path(folder) / "model"
@@ -105,14 +132,11 @@ def main() -> int:
             )
         plan = Path(folder) / "model.atsplan"
         compiler = [sys.executable, "-m", "atsc.compiler.cli", "compile", model, "-o", plan]
-        options = ["--vram", args.vram, "--ctx", "256", "--chunk", "128", "-v"]
+        options = ["--vram", args.vram, "--ctx", args.ctx, "--chunk", "128", "-v"]
         subprocess.run([*compiler, *options, "--target", args.target], check=True)
-        results = check(plan, args.placements, args.threads)
-    wrong = [
-        r
-        for r in results
-        if r.get("clear_tokens_wrong") != 0 or not r.get("finite") or "error" in r
-    ]
+        text = json.loads(args.ids.read_text()) if args.ids else None
+        results = check(plan, args.placements, args.threads, text)
+    wrong = [result for result in results if not is_right(result, text is not None)]
     print(f"{len(results)} placements, {len(wrong)} wrong")
     return 1 if wrong else 0
 
