@@ -1,5 +1,5 @@
 // Runs the tiny plan hard, for a sanitizer to watch: pools of several sizes, sessions in threads of
-// their own, cancels at any moment, save and restore; if the plan is for the virtual device, with
+// their own, cancels at any moment, save and restore, records; if the plan is for the virtual device, with
 // units here and there. stress WEIGHTS STATE_FILE; prints "fine".
 #include <atomic>
 #include <chrono>
@@ -87,6 +87,26 @@ void decode_while_cancelled(atsc_session* session) {
   canceller.join();
 }
 
+// Takes all records of a session, and reads what they borrow. The rounds that were cancelled left none.
+void take_records(atsc_session* session, int64_t least) {
+  atsc_message said = message();
+  int64_t num_tokens = 0;
+  for (;;) {
+    atsc_round round{};
+    round.struct_size = sizeof round;
+    check(api->session_take_round(session, &round, &said), said);
+    if (round.num_tokens == 0) break;
+    num_tokens += round.num_tokens;
+    for (int64_t i = 0; i < round.num_events; ++i) {
+      const atsc_event& event = round.events[i];
+      const bool runs_nodes = event.track == ATSC_TRACK_CPU || event.track == ATSC_TRACK_DEVICE;
+      if (runs_nodes && std::strlen(event.first_node) == 0) std::exit(4);
+      if (event.begin_ns < round.begin_ns || event.end_ns > round.end_ns) std::exit(5);
+    }
+  }
+  if (num_tokens < least) std::exit(6);
+}
+
 void use_plan(const char* weights, const std::string& state, int num_threads, bool read,
               bool has_device, std::vector<float>& expected) {
   atsc_message said = message();
@@ -111,6 +131,7 @@ void use_plan(const char* weights, const std::string& state, int num_threads, bo
       atsc_message own = message();
       atsc_session* session = nullptr;
       check(api->session_create(plan, &session, &own), own);
+      if (user != 1) check(api->session_set_recording(session, 1, &own), own);
       const std::vector<float> got = user == 0 ? forward(session) : decode_all(session);
       if (got != expected) std::exit(2);
       decode_while_cancelled(session);
@@ -118,6 +139,7 @@ void use_plan(const char* weights, const std::string& state, int num_threads, bo
       check(api->session_save(session, path.c_str(), &own), own);
       check(api->session_restore(session, path.c_str(), &own), own);
       if (decode_all(session) != expected) std::exit(3);
+      take_records(session, user != 1 ? 2 * kTokens : 0);
       check(api->session_destroy(session, &own), own);
     });
   }
