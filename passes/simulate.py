@@ -13,7 +13,7 @@ what the engine and the slots leave exposed is added. Source: ATSInfer sections 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -233,6 +233,8 @@ class Scenario:
     stream_from_rows: int = 0
     promoted: tuple[int, ...] = ()
     """In rounds too short for streaming."""
+    choose: Choose | None = None
+    """Says instead what a round of so many tokens promotes (transfer.py)."""
 
     def decode(self) -> Round:
         """One token."""
@@ -246,8 +248,15 @@ class Scenario:
         """A round of 1 to `chunk` tokens; from `stream_from_rows` on, host weights are streamed."""
         streams = 0 < self.stream_from_rows <= rows and self.slot_bytes > 0
         promoted = self.streamed() if streams else self.promoted
-        times = [times_at(unit, rows, self.chunk) for unit in self.units]
-        return simulate_round(self.units, times, self.on_gpu, promoted, self.machine, rows)
+        if self.choose:
+            promoted = self.choose(self, rows)
+        return simulate_round(
+            self.units, self.times_at(rows), self.on_gpu, promoted, self.machine, rows
+        )
+
+    def times_at(self, rows: int) -> list[Times]:
+        """The units' times in a round of so many tokens."""
+        return [times_at(unit, rows, self.chunk) for unit in self.units]
 
     def streamed(self) -> tuple[int, ...]:
         """Units on the host that a streaming round copies: weights that a slot can hold.
@@ -269,6 +278,9 @@ class Scenario:
         whole, rest = divmod(num_tokens, self.chunk)
         total = whole * self.prefill().total_ns if whole else 0
         return total + (self.round_of(rest).total_ns if rest else 0)
+
+
+Choose = Callable[[Scenario, int], tuple[int, ...]]
 
 
 def times_at(unit: UnitCost, rows: int, chunk: int) -> Times:

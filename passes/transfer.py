@@ -7,10 +7,10 @@ The scheduler itself is C++, the same code in a plan's runtime and here
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from atsc.passes.placement import Kind, Side, Times, UnitCost
-from atsc.passes.simulate import Machine
+from atsc.passes.simulate import Machine, Scenario
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,3 +90,18 @@ def transferable(
         )
         for unit, each, here in zip(units, times, on_gpu, strict=True)
     ]
+
+
+def with_transfer(scenario: Scenario, scheduler: Scheduler) -> Scenario:
+    """The same rung, but the scheduler says for every round what is promoted."""
+    slots = Slots(
+        scenario.machine.num_slots, scenario.slot_bytes, cpu_share=scenario.machine.cpu_share
+    )
+
+    def choose(scenario: Scenario, rows: int) -> tuple[int, ...]:
+        units = transferable(
+            scenario.units, scenario.times_at(rows), scenario.on_gpu, scenario.machine, rows
+        )
+        return tuple(promotion.unit for promotion in scheduler(units, slots).promotions)
+
+    return replace(scenario, choose=choose)

@@ -1,12 +1,15 @@
 """`atsc simulate`: how fast a plan would be, on its machine or on another, by any policy.
 
 A discrete-event simulation of one decode step and one prefill chunk, from the times in the plan; of
-another target, from the work in the plan and the target's rates. Nothing is run or measured.
+another target, from the work in the plan and the target's rates. Nothing is run or measured. Where
+there are slots, the same with dynamic transfer: the runtime's scheduler chooses the promotions.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,13 +23,14 @@ from atsc.compiler.commands.console import (
     parse_size,
     table,
 )
-from atsc.compiler.errors import BudgetError, PlanError, UsageError
+from atsc.compiler.errors import BudgetError, CodegenError, PlanError, UsageError
 
 if TYPE_CHECKING:
     from atsc.compiler.plan import Manifest
     from atsc.passes.ladder import FixedBytes
     from atsc.passes.retarget import PlanCosts
     from atsc.passes.simulate import Round, Scenario
+    from atsc.passes.transfer import Scheduler
 
 POLICY_NAMES = ("tensor", "layer", "ffn", "expert", "gpu", "cpu", "stream")
 DEFAULT_HEADROOM = 256 << 20
@@ -67,6 +71,17 @@ class Setting:
     vram_bytes: int
     prompt_tokens: int
     prompt_share: float
+    scheduler: Callable[[], Scheduler | None]
+    """Of promotions; None where it cannot be compiled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """A decode step, the first chunk of a prompt, and the time of the whole prompt."""
+
+    decode: Round
+    prefill: Round
+    prompt_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +92,9 @@ class Prediction:
     vram_bytes: int
     """What the process holds of it."""
     scenario: Scenario
-    decode: Round
-    prefill: Round
-    prompt_ns: int
+    static: Rounds
+    dynamic: Rounds | None
+    """With dynamic transfer."""
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
@@ -88,7 +103,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
     manifest = plan.load(existing(args.plan, "plan folder", PlanError))
     plan.check_content(manifest, args.plan)
-    setting = _setting(args, manifest)
+    setting = _setting(args, manifest, console)
     document: dict[str, Any] = {
         "plan": str(args.plan),
         "model": manifest.model.name,
@@ -117,7 +132,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _setting(args: argparse.Namespace, manifest: Manifest) -> Setting:
+def _setting(args: argparse.Namespace, manifest: Manifest, console: Console) -> Setting:
     from atsc.passes.annotate import rates_of
     from atsc.passes.ladder import FixedBytes
     from atsc.passes.retarget import costs_of, cpu_share_of
@@ -140,12 +155,13 @@ def _setting(args: argparse.Namespace, manifest: Manifest) -> Setting:
     if share is None:
         share = device.prompt_share if device else 0.0
     prompt = args.prompt or min(manifest.options.chunk, context)
+    scheduler = functools.cache(lambda: _scheduler(console))
     if not args.target:
         costs = costs_of(manifest, context=args.ctx, depth=depth)
         assert device is not None, "costs_of refuses plans for a CPU"
         fixed = FixedBytes(device.context_bytes, modules, activations, headroom)
         vram = args.vram or device.budget_bytes
-        return Setting(manifest, device.model, costs, fixed, vram, prompt, share)
+        return Setting(manifest, device.model, costs, fixed, vram, prompt, share, scheduler)
     target = resolve(args.target)
     costs = costs_of(
         manifest,
@@ -156,7 +172,7 @@ def _setting(args: argparse.Namespace, manifest: Manifest) -> Setting:
     )
     fixed = FixedBytes(target.gpu_context_bytes, modules, activations, headroom)
     vram = args.vram or target.vram_bytes
-    return Setting(manifest, target.name, costs, fixed, vram, prompt, share)
+    return Setting(manifest, target.name, costs, fixed, vram, prompt, share, scheduler)
 
 
 def _own(setting: Setting) -> Prediction:
@@ -211,12 +227,29 @@ def _placed(setting: Setting, policy: str) -> Prediction:
     return _predict(setting, policy, needed, scenario)
 
 
+def _scheduler(console: Console) -> Scheduler | None:
+    from atsc.codegen.transfer_library import load_scheduler
+
+    try:
+        return load_scheduler()
+    except CodegenError as error:
+        console.note(f"without dynamic transfer, whose scheduler has to be compiled: {error}")
+        return None
+
+
 def _predict(setting: Setting, policy: str, vram_bytes: int, scenario: Scenario) -> Prediction:
-    prompt_ns = scenario.prompt_ns(setting.prompt_tokens)
+    from atsc.passes.transfer import with_transfer
+
+    dynamic = None
+    if scenario.slot_bytes and (scheduler := setting.scheduler()):
+        dynamic = _rounds(setting, with_transfer(scenario, scheduler))
+    return Prediction(policy, vram_bytes, scenario, _rounds(setting, scenario), dynamic)
+
+
+def _rounds(setting: Setting, scenario: Scenario) -> Rounds:
     rows = min(setting.prompt_tokens, scenario.chunk)
-    return Prediction(
-        policy, vram_bytes, scenario, scenario.decode(), scenario.round_of(rows), prompt_ns
-    )
+    prompt_ns = scenario.prompt_ns(setting.prompt_tokens)
+    return Rounds(scenario.decode(), scenario.round_of(rows), prompt_ns)
 
 
 def _document(prediction: Prediction) -> dict[str, Any]:
@@ -226,9 +259,16 @@ def _document(prediction: Prediction) -> dict[str, Any]:
         "needed_bytes": prediction.vram_bytes,
         "units_in_vram": on_gpu,
         "units_on_host": len(prediction.scenario.units) - on_gpu,
-        "prompt_ns": prediction.prompt_ns,
-        "decode": describe_round(prediction.decode),
-        "prefill": describe_round(prediction.prefill),
+        **_describe_rounds(prediction.static),
+        "dynamic": _describe_rounds(prediction.dynamic) if prediction.dynamic else None,
+    }
+
+
+def _describe_rounds(rounds: Rounds) -> dict[str, Any]:
+    return {
+        "prompt_ns": rounds.prompt_ns,
+        "decode": describe_round(rounds.decode),
+        "prefill": describe_round(rounds.prefill),
     }
 
 
@@ -248,6 +288,7 @@ def describe_round(found: Round) -> dict[str, Any]:
         "num_hand_offs": sum(1 for _ in found.on(Track.HAND_OFF)),
         "hand_off_ns": found.busy_ns(Track.HAND_OFF),
         "wait_ns": found.wait_ns,
+        "num_promoted": sum(1 for _ in found.on(Track.COPY)),
         "copied_bytes": found.copied_bytes,
         "h2d_bytes_per_s": found.h2d_bytes_per_s,
         "h2d_bytes_per_s_over_time": [share * copied_per_ns * 1e9 for share in copying],
@@ -256,12 +297,16 @@ def describe_round(found: Round) -> dict[str, Any]:
 
 
 def _text(prediction: Prediction, setting: Setting) -> str:
-    rows = [["", "tok/s", "round", "CPU busy", "GPU busy", "H2D", "hand-offs", "waits"]]
-    prompt_rate = setting.prompt_tokens / max(prediction.prompt_ns, 1) * 1e9
-    rounds = [
-        ("decode", prediction.decode.tokens_per_s, prediction.decode),
-        (f"prefill {setting.prompt_tokens}", prompt_rate, prediction.prefill),
-    ]
+    header = ["", "tok/s", "round", "CPU busy", "GPU busy", "promoted", "H2D", "hand-offs", "waits"]
+    rows = [header]
+    static, dynamic = prediction.static, prediction.dynamic
+    prefill = f"prefill {setting.prompt_tokens}"
+    rounds = [("decode", static.decode.tokens_per_s, static.decode)]
+    if dynamic:
+        rounds.append(("with dynamic transfer", dynamic.decode.tokens_per_s, dynamic.decode))
+    rounds.append((prefill, _prompt_rate(setting, static), static.prefill))
+    if dynamic:
+        rounds.append(("with dynamic transfer", _prompt_rate(setting, dynamic), dynamic.prefill))
     for name, rate, found in rounds:
         shown = describe_round(found)
         rows.append(
@@ -271,6 +316,7 @@ def _text(prediction: Prediction, setting: Setting) -> str:
                 f"{found.total_ns / 1e6:.2f} ms",
                 f"{shown['cpu_busy']:.0%}",
                 f"{shown['gpu_busy']:.0%}",
+                f"{shown['num_promoted']}",
                 f"{found.h2d_bytes_per_s / 1e9:.1f} GB/s",
                 f"{shown['num_hand_offs']}: {shown['hand_off_ns'] / 1e3:.0f} us",
                 f"{found.wait_ns / 1e3:.0f} us",
@@ -280,25 +326,43 @@ def _text(prediction: Prediction, setting: Setting) -> str:
     return (
         f"policy {prediction.policy}: {on_gpu} of {len(prediction.scenario.units)} units in VRAM, "
         f"{format_size(prediction.vram_bytes)} of {format_size(setting.vram_bytes)} taken\n\n"
-        f"{table(rows, right=range(1, 8))}"
+        f"{table(rows, right=range(1, 9))}"
     )
+
+
+def _prompt_rate(setting: Setting, rounds: Rounds) -> float:
+    return setting.prompt_tokens / max(rounds.prompt_ns, 1) * 1e9
 
 
 def _compared(found: list[tuple[str, Prediction | str]]) -> str:
     """Decode and prefill of all policies, and how they compare with whole layers."""
-    rows = [["policy", "VRAM", "decode", "x layer", "GPU busy", "prefill", "x layer", "GPU busy"]]
-    layer = next((p for name, p in found if name == "layer" and not isinstance(p, str)), None)
+    header = ["policy", "VRAM", "decode", "x layer", "GPU busy", "dynamic", "x layer"]
+    rows = [[*header, "prefill", "x layer", "GPU busy"]]
+    layer = next(
+        (p.static for name, p in found if name == "layer" and not isinstance(p, str)), None
+    )
     for name, each in found:
         if isinstance(each, str):
-            rows.append([name, "does not fit", *[""] * 6])
+            rows.append([name, "does not fit", *[""] * 8])
             continue
-        cells = [name, format_size(each.vram_bytes)]
-        for mine, theirs in (
-            (each.decode, layer.decode if layer else None),
-            (each.prefill, layer.prefill if layer else None),
-        ):
-            shown = describe_round(mine)
-            ratio = f"{theirs.total_ns / max(mine.total_ns, 1):.2f}" if theirs else ""
-            cells += [f"{mine.tokens_per_s:.1f} tok/s", ratio, f"{shown['gpu_busy']:.0%}"]
-        rows.append(cells)
-    return table(rows, right=range(1, 8))
+        static, dynamic = each.static, each.dynamic
+        moved = ["", ""]
+        if dynamic:
+            moved = _rate_and_ratio(dynamic.decode, layer.decode if layer else None)
+        rows.append(
+            [
+                name,
+                format_size(each.vram_bytes),
+                *_rate_and_ratio(static.decode, layer.decode if layer else None),
+                f"{describe_round(static.decode)['gpu_busy']:.0%}",
+                *moved,
+                *_rate_and_ratio(static.prefill, layer.prefill if layer else None),
+                f"{describe_round(static.prefill)['gpu_busy']:.0%}",
+            ]
+        )
+    return table(rows, right=range(1, 10))
+
+
+def _rate_and_ratio(mine: Round, theirs: Round | None) -> list[str]:
+    ratio = f"{theirs.total_ns / max(mine.total_ns, 1):.2f}" if theirs else ""
+    return [f"{mine.tokens_per_s:.1f} tok/s", ratio]

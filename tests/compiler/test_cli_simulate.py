@@ -10,6 +10,7 @@ import pytest
 from gpu_plan import MIB, Shape, write_gpu_plan
 
 from atsc.compiler import cli, plan
+from atsc.compiler.errors import CodegenError
 from atsc.passes.retarget import costs_of, scenario_of_rung
 
 LAPTOP = "laptop-rtx3060-6g"
@@ -137,3 +138,29 @@ def test_rates_over_time_average_to_the_mean(
     assert sum(over_time) / len(over_time) == pytest.approx(prefill["h2d_bytes_per_s"], rel=1e-6)
     busy = prefill["gpu_busy_over_time"]
     assert sum(busy) / len(busy) == pytest.approx(prefill["gpu_busy"], rel=1e-6)
+
+
+@pytest.mark.toolchain
+def test_dynamic_transfer_beside_static(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = simulated(capsys, folder)
+    dynamic = found["dynamic"]
+    assert found["decode"]["num_promoted"] == 0 < dynamic["decode"]["num_promoted"]
+    assert dynamic["decode"]["round_ns"] < found["decode"]["round_ns"]
+    assert dynamic["prefill"]["round_ns"] <= found["prefill"]["round_ns"]
+    assert cli.main(["simulate", str(folder)]) == 0
+    assert capsys.readouterr().out.count("with dynamic transfer") == 2
+    whole = simulated(capsys, folder, "--policy", "gpu", "--vram", "2G")
+    assert whole["dynamic"] is None, "nothing to promote, no slots"
+
+
+def test_without_a_compiler_dynamic_transfer_is_left_out(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise CodegenError("no C++ compiler was found")
+
+    monkeypatch.setattr("atsc.codegen.transfer_library.load_scheduler", fail)
+    assert cli.main(["simulate", str(folder), "--compare", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert {each.get("dynamic") for each in json.loads(captured.out)["policies"]} == {None}
+    assert captured.err.count("\n") == 1 and "no C++ compiler was found" in captured.err

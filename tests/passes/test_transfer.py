@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from atsc.codegen.transfer_library import build_library, load_scheduler
 from atsc.passes.placement import Kind, Link, Part, Side, Times, UnitCost
-from atsc.passes.simulate import Machine, simulate_round
+from atsc.passes.simulate import Machine, Scenario, simulate_round
 from atsc.passes.transfer import (
     Promotion,
     Scheduler,
@@ -22,6 +22,7 @@ from atsc.passes.transfer import (
     Transferable,
     TransferSchedule,
     transferable,
+    with_transfer,
 )
 
 pytestmark = pytest.mark.toolchain
@@ -217,6 +218,25 @@ def test_the_worked_example_of_the_documentation(quick: Scheduler) -> None:
     assert quick(units, half) == TransferSchedule(chosen, 55, 66)
     assert quick(units, Slots(2, 1)) == TransferSchedule((Promotion(1, 0), Promotion(3, 1)), 48, 66)
     assert quick(units, Slots(0, 1)) == TransferSchedule((), 66, 66)
+
+
+def test_a_scenario_asks_for_every_round(quick: Scheduler) -> None:
+    """Decode copies nothing, for copies take too long; a chunk copies what pays, a rest too."""
+    weights = UnitCost("w", Kind.WEIGHTS, Part.FFN, 0, 9, Times(40, 4, 90), Times(4000, 60, 90))
+    embedding = replace(weights, part=Part.EMBEDDING, decode=Times(2, 2), prefill=Times(2, 2))
+    scenario = Scenario(
+        units=(embedding, weights, weights),
+        on_gpu=(False,) * 3,
+        machine=Machine(Link(1), Link(1), num_slots=1),
+        chunk=64,
+        slot_bytes=9,
+    )
+    moved = with_transfer(scenario, quick)
+    assert moved.decode() == scenario.decode()
+    assert scenario.prefill().total_ns == 2 + 4000 + 4000
+    assert moved.prefill().total_ns == 90 + 60 + 90 + 60
+    assert moved.prompt_ns(65) == moved.prefill().total_ns + moved.decode().total_ns
+    assert with_transfer(replace(scenario, slot_bytes=8), quick).prefill() == scenario.prefill()
 
 
 def test_nothing_to_schedule(quick: Scheduler) -> None:
