@@ -69,7 +69,7 @@ class Executor {
     std::vector<int> segments;  // the first instruction of each
   };
 
-  // When a step ran, its barrier included.
+  // When a step ran, its barrier included, as the calling thread saw it.
   struct StepTime {
     const NodeEntry *first, *last;
     int64_t begin_ns, end_ns;
@@ -134,7 +134,7 @@ class Executor {
   std::unique_ptr<Program> programs_[3][3];
   std::vector<Step> steps_;
   std::vector<int> segment_ends_;  // in steps_
-  std::vector<int64_t>* step_ends_ns_ = nullptr;  // null: nobody asks
+  std::vector<uint64_t>* step_ticks_ = nullptr;  // at the end of steps; null: nobody asks
   bool stop_ = false;
   alignas(64) std::atomic<int64_t> next_chunk_{0};
 };
