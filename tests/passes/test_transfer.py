@@ -131,6 +131,30 @@ def test_what_holds_of_every_choice(
     assert ask(quick, case) == found
 
 
+def long_round(seed: int, count: int) -> tuple[list[UnitCost], list[bool], Machine]:
+    """Units whose copies are short and long, so that some are ready long before they are needed."""
+    rng = random.Random(seed)
+    units = []
+    for _ in range(count):
+        times = Times(rng.randint(0, 40), rng.randint(0, 12), rng.choice([2, 5, 10, 40]))
+        inputs, none = rng.randint(0, 3), Times(0, 0)
+        units.append(UnitCost("u", Kind.WEIGHTS, Part.FFN, 0, 1, times, none, inputs))
+    on_gpu = [rng.random() < 0.4 for _ in units]
+    link = Link(rng.randint(0, 4), 0.5)
+    return units, on_gpu, Machine(link, link, rng.randint(1, 4), rng.choice([0.5, 0.7, 0.83]))
+
+
+def test_long_rounds_take_what_the_simulator_says(quick: Scheduler) -> None:
+    for seed in range(60):
+        units, on_gpu, machine = case = long_round(seed, 60)
+        found = ask(quick, case)
+        chosen = [promotion.unit for promotion in found.promotions]
+        times = [unit.decode for unit in units]
+        judged = simulate_round(units, times, on_gpu, chosen, machine, ROWS)
+        assert found.round_ns == judged.total_ns
+        assert len(chosen) > 2
+
+
 def model(seed: int, layers: int, resident: float, copy_factor: float) -> list[Transferable]:
     """Layers with the sizes of a 14B model in int4, some units resident at random."""
     rng = random.Random(seed)
