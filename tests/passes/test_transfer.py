@@ -155,6 +155,18 @@ def test_long_rounds_take_what_the_simulator_says(quick: Scheduler) -> None:
         assert len(chosen) > 2
 
 
+@pytest.mark.parametrize("seed", [23, 362, 522, 523])
+def test_delays_in_the_past_count_when_labels_are_compared(exact: Scheduler, seed: int) -> None:
+    """Rounds in which a label that is ahead loses its lead to copies beside what it computed."""
+    units, on_gpu, machine = case = long_round(seed, 12)
+    times = [unit.decode for unit in units]
+    best = min(
+        simulate_round(units, times, on_gpu, chosen, machine, ROWS).total_ns
+        for chosen in subsets(promotable(units, on_gpu, machine))
+    )
+    assert ask(exact, case).round_ns == best
+
+
 def model(seed: int, layers: int, resident: float, copy_factor: float) -> list[Transferable]:
     """Layers with the sizes of a 14B model in int4, some units resident at random."""
     rng = random.Random(seed)
