@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from atsc.codegen.device_build import DeviceCode
 from atsc.codegen.device_tables import DeviceTables
@@ -56,19 +56,21 @@ def plan_device(
     Raises:
         BudgetError: what must lie on the device does not fit.
     """
-    objective = Objective(annotation.to_gpu, annotation.to_cpu, request.prompt_share, request.chunk)
-    rungs = _rungs(request, annotation.costs, objective, fixed)
+    costs, link = annotation.costs, (annotation.to_gpu, annotation.to_cpu)
+    objective = Objective(*link, request.prompt_share, request.chunk)
+    rungs = _rungs(request, costs, objective, fixed)
+    decode_alone = Objective(*link, 0.0, request.chunk)
     nothing = Times(0, 0)
     decode, prefill = [nothing] * num_units, [nothing] * num_units
-    for index, cost in zip(annotation.indices, annotation.costs, strict=True):
+    for index, cost in zip(annotation.indices, costs, strict=True):
         decode[index], prefill[index] = cost.decode, cost.prefill
     return DeviceTables(
         kind=request.kind,
         budget_bytes=request.budget_bytes,
         headroom_bytes=request.headroom_bytes,
         hand_off_ns=round(annotation.to_gpu.latency_ns),
-        link_bytes_per_s=_link_bytes_per_s(annotation.costs),
-        stream_from_rows=stream_from_rows(annotation.costs, request.chunk),
+        link_bytes_per_s=_link_bytes_per_s(costs),
+        stream_from_rows=stream_from_rows(costs, request.chunk),
         kernels=code.kernels if code else (),
         modules=[module for module, _ in code.modules] if code else (),
         decode=decode,
@@ -78,6 +80,7 @@ def plan_device(
             (
                 rung,
                 _spread(rung.placement.on_gpu, annotation, num_units),
+                describe_placement(costs, rung.placement.on_gpu, decode_alone).time_ns,
                 _prefill_ns(rung, annotation),
             )
             for rung in rungs
@@ -123,6 +126,31 @@ def _streamable(costs: Sequence[UnitCost]) -> list[UnitCost]:
     return [c for c in costs if c.kind is Kind.WEIGHTS and c.part not in fixed]
 
 
+def is_streamed(cost: UnitCost) -> bool:
+    """Whether a prefill chunk copies the unit to a slot when it lives on the host."""
+    return cost.kind is Kind.WEIGHTS and cost.part is not Part.HEAD and cost.side is not Side.HOST
+
+
+def with_streaming(costs: Sequence[UnitCost]) -> list[UnitCost]:
+    """Costs as placement must see them where prefill streams the host's weights.
+
+    A chunk does not compute a streamed unit on the CPU, so that living on the host costs it its
+    copy, or its time on the GPU if that is longer. What does not stream, KV caches above all, keeps
+    its time on the CPU, which is then what prefill gains from a place in VRAM.
+    """
+    return [
+        replace(cost, prefill=replace(cost.prefill, cpu_ns=_streamed_ns(cost)))
+        if is_streamed(cost)
+        else cost
+        for cost in costs
+    ]
+
+
+def _streamed_ns(cost: UnitCost) -> int:
+    times = cost.prefill
+    return min(times.cpu_ns, max(times.transfer_ns, times.gpu_ns))
+
+
 def stream_from_rows(costs: Sequence[UnitCost], chunk: int) -> int:
     """The fewest rows of a round for which streaming the host's units beats computing them there.
 
@@ -148,6 +176,8 @@ def _rungs(
     slots = slot_bytes(costs)
     if fixed.total + slots > request.budget_bytes:
         slots = 0
+    if slots:
+        costs = with_streaming(costs)
     if request.policy != "tensor":
         return [_rung_of_policy(request, costs, objective, fixed, slots)]
     rungs = _undominated(
@@ -207,12 +237,10 @@ def _prefill_ns(rung: Rung, annotation: Annotation) -> int:
     """Predicted time of a whole chunk: what lives on the host is streamed, or computed there."""
     total = 0
     for cost, here in zip(annotation.costs, rung.placement.on_gpu, strict=True):
-        streamed = max(cost.prefill.transfer_ns, cost.prefill.gpu_ns)
-        streams = cost.kind is Kind.WEIGHTS and cost.part is not Part.HEAD and rung.slot_bytes
         if here:
             total += cost.prefill.gpu_ns
-        elif streams and cost.side is not Side.HOST:
-            total += min(streamed, cost.prefill.cpu_ns)
+        elif rung.slot_bytes and is_streamed(cost):
+            total += _streamed_ns(cost)
         else:
             total += cost.prefill.cpu_ns
     return total

@@ -38,8 +38,9 @@ class DeviceTables:
     decode: Sequence[Times]
     prefill: Sequence[Times]
     num_slots: int
-    rungs: Sequence[tuple[Rung, Sequence[bool], int]]
-    """Ascending: a rung, a bit for each of the plan's units, predicted ns of a prefill chunk."""
+    rungs: Sequence[tuple[Rung, Sequence[bool], int, int]]
+    """Ascending: a rung, a bit for each of the plan's units, predicted ns of a token and of a whole
+    prefill chunk."""
 
 
 def device_declarations(device: DeviceTables | None) -> list[str]:
@@ -59,7 +60,7 @@ def device_declarations(device: DeviceTables | None) -> list[str]:
         *(modules or ['    {"", 0, 0, false},']),
         "};",
     ]
-    for number, (_, on_device, _) in enumerate(device.rungs):
+    for number, (_, on_device, _, _) in enumerate(device.rungs):
         bits = ", ".join(str(int(here)) for here in on_device)
         lines.append(f"constexpr uint8_t kOnDevice{number}[] = {{{bits}}};")
     none = ["    {0, 0, 0, 0, nullptr, 0, 0},"]
@@ -129,6 +130,6 @@ def _rungs(device: DeviceTables) -> list[str]:
         f"    {{{rung.required_bytes}ull, {rung.placement.resident_bytes}ull, "
         f"{rung.slot_bytes // max(device.num_slots, 1)}ull, "
         f"{device.num_slots if rung.slot_bytes else 0}, "
-        f"kOnDevice{number}, {rung.placement.time_ns}, {prefill_ns}}},"
-        for number, (rung, _, prefill_ns) in enumerate(device.rungs)
+        f"kOnDevice{number}, {decode_ns}, {prefill_ns}}},"
+        for number, (rung, _, decode_ns, prefill_ns) in enumerate(device.rungs)
     ]

@@ -20,6 +20,8 @@ from atsc.passes.limit_context import cache_capacity
 from atsc.targets.target import Target
 
 DEFAULT_HEADROOM = 256 << 20
+DEFAULT_PROMPT_SHARE = 0.9
+"""Nine tokens of prompt for each one generated: chats and documents (docs/decisions.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class CompileOptions:
     """All that the process may hold of the GPU's memory."""
     headroom_bytes: int = DEFAULT_HEADROOM
     """Kept free of it."""
-    prompt_share: float = 0.0
+    prompt_share: float = DEFAULT_PROMPT_SHARE
     """The share of all tokens that are prompt: how much prefill counts in placement."""
     sessions: int = 1
     toolchain: str | None = None

@@ -60,7 +60,7 @@ def add(parsers: Any) -> argparse.ArgumentParser:
         "--headroom", type=parse_size, metavar="SIZE", help="of it, keep free (256M)"
     )
     parser.add_argument(
-        "--prompt-share", type=float, metavar="SHARE", help="of all tokens, for placement (0)"
+        "--prompt-share", type=float, metavar="SHARE", help="of all tokens, for placement (0.9)"
     )
     parser.add_argument(
         "--toolchain",

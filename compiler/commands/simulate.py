@@ -201,7 +201,13 @@ def _try(setting: Setting, policy: str) -> Prediction | str:
 
 def _placed(setting: Setting, policy: str) -> Prediction:
     """A placement made for this machine and this VRAM."""
-    from atsc.codegen.device_plan import NUM_SLOTS, all_resident, slot_bytes, stream_from_rows
+    from atsc.codegen.device_plan import (
+        NUM_SLOTS,
+        all_resident,
+        slot_bytes,
+        stream_from_rows,
+        with_streaming,
+    )
     from atsc.passes.policies import POLICIES
 
     costs, fixed = setting.costs, setting.fixed
@@ -214,7 +220,8 @@ def _placed(setting: Setting, policy: str) -> Prediction:
         placement, slots = whole.placement, 0
     else:
         budget = setting.vram_bytes - fixed.total - slots
-        placement = POLICIES[policy](costs.units, objective, budget)
+        units = with_streaming(costs.units) if slots else costs.units
+        placement = POLICIES[policy](units, objective, budget)
     slots = placement.slot_bytes or slots
     scenario = costs.scenario(
         placement.on_gpu,

@@ -12,6 +12,7 @@ from atsc.codegen.device_plan import (
     stream_from_rows,
 )
 from atsc.codegen.device_tables import DeviceTables
+from atsc.compiler.compilation import DEFAULT_PROMPT_SHARE
 from atsc.compiler.errors import BudgetError
 from atsc.passes.annotate import Annotation
 from atsc.passes.ladder import FixedBytes
@@ -57,22 +58,22 @@ def layered(budget_bytes: int, policy: str) -> DeviceTables:
 
 
 def test_a_rung_that_costs_more_than_a_better_one_is_dropped() -> None:
-    rungs = [rung for rung, _, _ in layered(400, "tensor").rungs]
+    rungs = [rung for rung, *_ in layered(400, "tensor").rungs]
     assert [r.required_bytes for r in rungs] == sorted({r.required_bytes for r in rungs})
     assert [r.placement.value_ns for r in rungs] == sorted(r.placement.value_ns for r in rungs)
     assert all(r.required_bytes <= 400 for r in rungs)
 
 
 def test_everything_resident_needs_no_slots() -> None:
-    *lower, (top, on_device, _) = layered(1000, "tensor").rungs
-    assert all(rung.slot_bytes == NUM_SLOTS * 40 for rung, _, _ in lower)
+    *lower, (top, on_device, _, _) = layered(1000, "tensor").rungs
+    assert all(rung.slot_bytes == NUM_SLOTS * 40 for rung, *_ in lower)
     assert (top.slot_bytes, top.required_bytes) == (0, 100 + 4 * 80)
     assert not on_device[0]
     assert all(on_device[1:])
 
 
 def test_policy_stream_brings_its_own_slots() -> None:
-    ((rung, _, _),) = layered(400, "stream").rungs
+    ((rung, *_),) = layered(400, "stream").rungs
     assert rung.slot_bytes == rung.placement.slot_bytes == NUM_SLOTS * 40
     assert rung.required_bytes == 100 + 4 * 10 + NUM_SLOTS * 40
 
@@ -80,3 +81,38 @@ def test_policy_stream_brings_its_own_slots() -> None:
 def test_what_does_not_fit_is_an_error() -> None:
     with pytest.raises(BudgetError, match="policy gpu"):
         layered(300, "gpu")
+
+
+def test_prompts_bring_kv_caches_to_the_gpu() -> None:
+    """A 14B model in 6 GiB beside an H200, as it was measured: ns a layer, for a token and a chunk.
+
+    For decode alone, 10 MB of weights are worth more VRAM than a cache of 10 MB; but weights stream
+    in prefill, and attention of a chunk on the CPU takes 6 to 30 ms a layer.
+    """
+    mb = 1_000_000
+    costs = [unit(Part.EMBEDDING, 437 * mb)]
+    for layer in range(40):
+        attention = Times(70_000, 8_000, 0), Times(12 * mb, 100_000, 0)
+        costs.append(
+            UnitCost("kv", Kind.KV_CACHE, Part.ATTENTION, layer, 10 * mb, *attention, 28_672)
+        )
+        for size in (20, 15, 50, 50, 50):
+            cpu, gpu, copy = size * 12_500, size * 400, size * 18_500
+            times = Times(cpu, gpu, copy), Times(1_100_000 * size, 7_000 * size, copy)
+            costs.append(UnitCost("w", Kind.WEIGHTS, Part.FFN, layer, size * mb, *times, 20_480))
+    link = Link(5_000, 1 / 50)
+    annotation = Annotation(tuple(costs), tuple(range(len(costs))), link, link)
+    fixed = FixedBytes(550 * mb, 1 * mb, 150 * mb, 268 * mb)
+
+    def caches_on_gpu(prompt_share: float) -> int:
+        request = DeviceRequest("cuda", "tensor", 6442 * mb, 268 * mb, prompt_share, 512)
+        tables = plan_device(request, annotation, fixed, None, len(costs))
+        top, *_ = tables.rungs[-1]
+        return sum(
+            here
+            for cost, here in zip(costs, top.placement.on_gpu, strict=True)
+            if cost.kind is Kind.KV_CACHE
+        )
+
+    assert caches_on_gpu(0.0) == 0
+    assert caches_on_gpu(DEFAULT_PROMPT_SHARE) == 40

@@ -385,27 +385,26 @@ void test_fault(const Options& options, int) {
 }
 
 int64_t time_of(Executable& executable) {
-  int64_t best = INT64_MAX;
-  for (int i = 0; i < 5; ++i) {
-    const int64_t begin = now_ns();
-    executable.run();
-    executable.wait();
-    best = std::min(best, now_ns() - begin);
-  }
-  return best;
+  const int64_t begin = now_ns();
+  executable.run();
+  executable.wait();
+  return now_ns() - begin;
 }
 
-// Scripted speeds; machines under load are slower, so only the lower bound is sharp.
+// It never takes less than `expected_ns`, and sometimes hardly more: other programs may run beside it.
+bool takes(Executable& executable, double expected_ns) {
+  double best = 1e18;
+  for (int i = 0; i < 100 && best > 1.8 * expected_ns; ++i) {
+    best = std::min(best, static_cast<double>(time_of(executable)));
+  }
+  if (best >= 0.99 * expected_ns && best <= 1.8 * expected_ns) return true;
+  std::fprintf(stderr, "%.0f ns, expected %.0f\n", best, expected_ns);
+  return false;
+}
+
+// Scripted speeds.
 void test_speeds(const Options& options, int) {
   constexpr uint64_t kBytes = 4 << 20;
-  const auto near = [](int64_t ns, double expected_ns) {
-    const double time = static_cast<double>(ns);
-    if (time < 0.99 * expected_ns || time > 1.8 * expected_ns) {
-      std::fprintf(stderr, "%.0f ns, expected %.0f\n", time, expected_ns);
-      return false;
-    }
-    return true;
-  };
   const Fixture fixture(options);
   const HostRange source = fixture.device->allocate_host(kBytes, "a copy");
   const DeviceRange target = fixture.device->allocate(kBytes, "a copy");
@@ -413,31 +412,33 @@ void test_speeds(const Options& options, int) {
   copy.copy_to_device(Branch::kCopy, target.address(), source.host(), kBytes);
   const auto copying = fixture.device->build(copy, BuildMode::kGraph);
   fixture.controls->set_link_rate(1e9, 1e9);
-  EXPECT(near(time_of(*copying), kBytes));
+  EXPECT(takes(*copying, kBytes));
   fixture.controls->set_link_rate(0.5e9, 1e9);
-  EXPECT(near(time_of(*copying), 2.0 * kBytes));
+  EXPECT(takes(*copying, 2.0 * kBytes));
 
   CommandList pageable;
   const std::vector<std::byte> unpinned(kBytes);
   pageable.copy_to_device(Branch::kCopy, target.address(), unpinned.data(), kBytes);
-  EXPECT(near(time_of(*fixture.device->build(pageable, BuildMode::kGraph)), 4.0 * kBytes));
+  EXPECT(takes(*fixture.device->build(pageable, BuildMode::kGraph), 4.0 * kBytes));
 
   CommandList two;  // one link, so beside each other they take as long as one after the other
   two.copy_to_device(Branch::kCopy, target.address(), source.host(), kBytes / 2);
   two.copy_to_device(Branch::kCopy2, target.address() + kBytes / 2, source.host(), kBytes / 2);
-  EXPECT(near(time_of(*fixture.device->build(two, BuildMode::kGraph)), 2.0 * kBytes));
+  EXPECT(takes(*fixture.device->build(two, BuildMode::kGraph), 2.0 * kBytes));
 
   CommandList launch;
   fixture.begin(launch);
   fixture.launch_constant(launch, Branch::kCompute, 0);
   const auto launching = fixture.device->build(launch, BuildMode::kGraph);
   fixture.controls->set_kernel_ns("test_", 3'000'000);
-  EXPECT(near(time_of(*launching), 3e6));
+  EXPECT(takes(*launching, 3e6));
   fixture.controls->set_slowdown(2);
-  EXPECT(near(time_of(*launching), 6e6));
+  EXPECT(takes(*launching, 6e6));
   fixture.controls->set_slowdown(1);
   fixture.controls->set_kernel_ns("test_", 0);
-  EXPECT(time_of(*launching) < 3'000'000);
+  int64_t best = time_of(*launching);
+  for (int i = 0; i < 100 && best >= 3'000'000; ++i) best = std::min(best, time_of(*launching));
+  EXPECT(best < 3'000'000);
 }
 
 // The device's clock on the host's.
