@@ -211,5 +211,13 @@ def _text(output: Path | None, manifest: Manifest | None, watcher: Watcher, seco
         f"{output}: {manifest.model.name}, {format_size(manifest.memory.weights_bytes)} of weights "
         f"in {len(manifest.units)} units, context {manifest.options.ctx}, "
         f"{format_size(manifest.memory.peak_bytes)} at the peak, compiled in {seconds:.1f} s\n"
-        f'run it with: atsc run {output} -p "Hello"'
+        f'run it with: atsc run {output} -p "Hello"' + _unused_gpu(manifest)
     )
+
+
+def _unused_gpu(manifest: Manifest) -> str:
+    """A line about a GPU of the target that the plan leaves alone because nobody asked for it."""
+    model, used = manifest.target.get("gpu_model"), manifest.target.get("gpu")
+    if not model or used:
+        return ""
+    return f"\nthe plan is for the CPU alone; add --vram SIZE to use the {model} as well"

@@ -12,12 +12,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from small_plan import write_plan
 
 from atsc.compiler import cli, driver, plan
+from atsc.compiler.commands.compile import _unused_gpu
 from atsc.compiler.commands.console import Console, ProgressBar, format_size, parse_size, table
 from atsc.compiler.errors import ModelError, UsageError
 
@@ -349,3 +351,17 @@ def test_no_progress_where_there_is_no_terminal() -> None:
 
 def test_the_plan_of_these_tests_is_one(folder: Path) -> None:
     plan.check(folder, full=True)
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ({"gpu": "", "gpu_model": "RTX 9"}, "add --vram SIZE to use the RTX 9 as well"),
+        ({"gpu": "cuda", "gpu_model": "RTX 9"}, ""),
+        ({"gpu": "", "gpu_model": ""}, ""),
+    ],
+)
+def test_a_gpu_that_is_left_alone_is_named(target: dict[str, str], expected: str) -> None:
+    manifest = SimpleNamespace(target=target)
+    assert expected in _unused_gpu(manifest)  # type: ignore[arg-type]
+    assert bool(expected) == bool(_unused_gpu(manifest))  # type: ignore[arg-type]
