@@ -30,6 +30,8 @@ from atsc.compiler.ir import AttrValue, BlockFormat, DType, TensorType
 from atsc.compiler.ops import OpDef
 
 MATRIX_POINTERS = 3
+FEW_ROWS = 8
+"""Most rows of a round that few-rows kernels serve; runtime/src/kernel.h kFewRows."""
 
 
 @dataclass(frozen=True, slots=True)

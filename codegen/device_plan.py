@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from atsc.codegen.cpu import FEW_ROWS
 from atsc.codegen.device_build import DeviceCode
 from atsc.codegen.device_tables import DeviceTables
 from atsc.passes.annotate import Annotation
@@ -22,7 +23,6 @@ from atsc.passes.policies import POLICIES
 
 NUM_SLOTS = 2
 LADDER_TOLERANCE = 0.03
-FEW_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,6 @@ def plan_device(
     costs, link = annotation.costs, (annotation.to_gpu, annotation.to_cpu)
     objective = Objective(*link, request.prompt_share, request.chunk)
     rungs = _rungs(request, costs, objective, fixed)
-    decode_alone = Objective(*link, 0.0, request.chunk)
     nothing = Times(0, 0)
     decode, prefill = [nothing] * num_units, [nothing] * num_units
     for index, cost in zip(annotation.indices, costs, strict=True):
@@ -76,15 +75,7 @@ def plan_device(
         decode=decode,
         prefill=prefill,
         num_slots=NUM_SLOTS if any(rung.slot_bytes for rung in rungs) else 0,
-        rungs=[
-            (
-                rung,
-                _spread(rung.placement.on_gpu, annotation, num_units),
-                describe_placement(costs, rung.placement.on_gpu, decode_alone).time_ns,
-                _prefill_ns(rung, annotation),
-            )
-            for rung in rungs
-        ],
+        rungs=[(rung, _spread(rung.placement.on_gpu, annotation, num_units)) for rung in rungs],
     )
 
 
@@ -113,21 +104,16 @@ def profiling_tables(
 
 
 def slot_bytes(costs: Sequence[UnitCost]) -> int:
-    """Of all slots: each holds the largest unit that a prefill chunk streams.
+    """Of all slots: each holds the largest unit that a prefill chunk streams."""
+    return NUM_SLOTS * max((c.num_bytes for c in costs if _is_streamed(c)), default=0)
+
+
+def _is_streamed(cost: UnitCost) -> bool:
+    """Whether a prefill chunk copies the unit to a slot when it lives on the host.
 
     The head runs for the wanted rows of logits alone, so that it never pays to stream it; the
     embedding never leaves the host.
     """
-    return NUM_SLOTS * max((c.num_bytes for c in _streamable(costs)), default=0)
-
-
-def _streamable(costs: Sequence[UnitCost]) -> list[UnitCost]:
-    fixed = (Part.HEAD, Part.EMBEDDING)
-    return [c for c in costs if c.kind is Kind.WEIGHTS and c.part not in fixed]
-
-
-def is_streamed(cost: UnitCost) -> bool:
-    """Whether a prefill chunk copies the unit to a slot when it lives on the host."""
     return cost.kind is Kind.WEIGHTS and cost.part is not Part.HEAD and cost.side is not Side.HOST
 
 
@@ -139,16 +125,13 @@ def with_streaming(costs: Sequence[UnitCost]) -> list[UnitCost]:
     its time on the CPU, which is then what prefill gains from a place in VRAM.
     """
     return [
-        replace(cost, prefill=replace(cost.prefill, cpu_ns=_streamed_ns(cost)))
-        if is_streamed(cost)
-        else cost
+        replace(cost, prefill=_streamed(cost.prefill)) if _is_streamed(cost) else cost
         for cost in costs
     ]
 
 
-def _streamed_ns(cost: UnitCost) -> int:
-    times = cost.prefill
-    return min(times.cpu_ns, max(times.transfer_ns, times.gpu_ns))
+def _streamed(times: Times) -> Times:
+    return replace(times, cpu_ns=min(times.cpu_ns, max(times.transfer_ns, times.gpu_ns)))
 
 
 def stream_from_rows(costs: Sequence[UnitCost], chunk: int) -> int:
@@ -157,7 +140,7 @@ def stream_from_rows(costs: Sequence[UnitCost], chunk: int) -> int:
     A unit's time on the host is decode's for few rows and grows to that of a whole chunk; streamed,
     it takes its copy or its time on the GPU, whichever is longer. 0: never.
     """
-    units = _streamable(costs)
+    units = [c for c in costs if _is_streamed(c)]
     for rows in range(FEW_ROWS + 1, chunk + 1):
         share = rows / chunk
         on_host = sum(max(c.decode.cpu_ns, c.prefill.cpu_ns * share) for c in units)
@@ -231,19 +214,6 @@ def _spread(on_gpu: Sequence[bool], annotation: Annotation, num_units: int) -> l
     for index, here in zip(annotation.indices, on_gpu, strict=True):
         bits[index] = here
     return bits
-
-
-def _prefill_ns(rung: Rung, annotation: Annotation) -> int:
-    """Predicted time of a whole chunk: what lives on the host is streamed, or computed there."""
-    total = 0
-    for cost, here in zip(annotation.costs, rung.placement.on_gpu, strict=True):
-        if here:
-            total += cost.prefill.gpu_ns
-        elif rung.slot_bytes and is_streamed(cost):
-            total += _streamed_ns(cost)
-        else:
-            total += cost.prefill.cpu_ns
-    return total
 
 
 def _link_bytes_per_s(costs: Sequence[UnitCost]) -> float:

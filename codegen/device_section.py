@@ -113,7 +113,7 @@ def device_section(
 
 
 def _rungs(tables: DeviceTables, costs: PlanCosts) -> Iterator[plan.Rung]:
-    for rung, on_device, _, _ in tables.rungs:
+    for rung, on_device in tables.rungs:
         scenario = costs.scenario(
             rung.placement.on_gpu,
             rung.slot_bytes,

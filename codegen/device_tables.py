@@ -38,9 +38,8 @@ class DeviceTables:
     decode: Sequence[Times]
     prefill: Sequence[Times]
     num_slots: int
-    rungs: Sequence[tuple[Rung, Sequence[bool], int, int]]
-    """Ascending: a rung, a bit for each of the plan's units, predicted ns of a token and of a whole
-    prefill chunk."""
+    rungs: Sequence[tuple[Rung, Sequence[bool]]]
+    """Ascending: a rung, and a bit for each of the plan's units."""
 
 
 def device_declarations(device: DeviceTables | None) -> list[str]:
@@ -60,10 +59,10 @@ def device_declarations(device: DeviceTables | None) -> list[str]:
         *(modules or ['    {"", 0, 0, false},']),
         "};",
     ]
-    for number, (_, on_device, _, _) in enumerate(device.rungs):
+    for number, (_, on_device) in enumerate(device.rungs):
         bits = ", ".join(str(int(here)) for here in on_device)
         lines.append(f"constexpr uint8_t kOnDevice{number}[] = {{{bits}}};")
-    none = ["    {0, 0, 0, 0, nullptr, 0, 0},"]
+    none = ["    {0, 0, 0, 0, nullptr},"]
     lines += ["constexpr RungEntry kRungs[] = {", *(_rungs(device) or none), "};"]
     return lines
 
@@ -130,6 +129,6 @@ def _rungs(device: DeviceTables) -> list[str]:
         f"    {{{rung.required_bytes}ull, {rung.placement.resident_bytes}ull, "
         f"{rung.slot_bytes // max(device.num_slots, 1)}ull, "
         f"{device.num_slots if rung.slot_bytes else 0}, "
-        f"kOnDevice{number}, {decode_ns}, {prefill_ns}}},"
-        for number, (rung, _, decode_ns, prefill_ns) in enumerate(device.rungs)
+        f"kOnDevice{number}}},"
+        for number, (rung, _) in enumerate(device.rungs)
     ]

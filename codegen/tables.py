@@ -21,6 +21,7 @@ from atsc.passes.allocate import Allocation
 from atsc.passes.partition import Schedule, UnitKind
 
 MAX_INPUTS, MAX_OUTPUTS = 20, 2
+NO_OPERAND = "{OperandKind::kNone, 0}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +154,7 @@ def _node(t: TableInputs, index: int, value_index: Mapping[str, int]) -> str:
     node = t.graph.nodes[index]
     kernels = t.kernels[index]
     first_output = t.graph.values[next(filter(None, node.outputs))]
-    rows = "kLogitRows" if first_output.shape[0] == LOGIT_ROWS and node.op != "select_rows" else ""
+    rows = "kLogitRows" if first_output.shape[0] == LOGIT_ROWS else "kTokens"
     flags = [
         flag
         for flag, wanted in (
@@ -171,16 +172,11 @@ def _node(t: TableInputs, index: int, value_index: Mapping[str, int]) -> str:
             f"     {_levels(kernels.many_rows)},",
             f"     {{{', '.join(_inputs(t, node, value_index))}}},",
             f"     {{{', '.join(_pad(outputs, MAX_OUTPUTS))}}},",
-            f"     RowsOf::{rows or _rows_of(node)}, {' | '.join(flags) or '0'},",
+            f"     RowsOf::{rows}, {' | '.join(flags) or '0'},",
             f"     {t.schedule.group[index]}, {t.unit_of_node[index]}, {layer},",
             f"     {device_kernels_of(t.device, index)}}}",
         ]
     )
-
-
-def _rows_of(node: Node) -> str:
-    """select_rows yields the rows of logits; its kernel counts in those."""
-    return "kLogitRows" if node.op == "select_rows" else "kTokens"
 
 
 def _levels(kernels: Mapping[str, Kernel]) -> str:
@@ -193,8 +189,7 @@ def _levels(kernels: Mapping[str, Kernel]) -> str:
 
 
 def _pad(operands: Sequence[str], count: int) -> list[str]:
-    none = "{OperandKind::kNone, 0}"
-    return [*operands, *[none] * (count - len(operands))]
+    return [*operands, *[NO_OPERAND] * (count - len(operands))]
 
 
 def _inputs(t: TableInputs, node: Node, value_index: Mapping[str, int]) -> list[str]:
@@ -207,14 +202,14 @@ def _inputs(t: TableInputs, node: Node, value_index: Mapping[str, int]) -> list[
                 operands[first + place] = f"{{OperandKind::kWeight, {offset}ull}}"
         elif name:
             operands[first] = _operand(t, name, value_index)
-    while operands and operands[-1] == "{OperandKind::kNone, 0}":
+    while operands and operands[-1] == NO_OPERAND:
         operands.pop()
     return operands
 
 
 def _operand(t: TableInputs, name: str, value_index: Mapping[str, int]) -> str:
     if not name:
-        return "{OperandKind::kNone, 0}"
+        return NO_OPERAND
     if any(name == value.name for value in t.graph.inputs):
         return "{OperandKind::kTokenIds, 0}"
     if any(name == value.name for value in t.graph.outputs):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from atsc.codegen.build import generate
+from atsc.codegen.cpu import FEW_ROWS
 from atsc.codegen.cuda_tiles import Gpu
 from atsc.codegen.device_build import generate_device
 from atsc.codegen.device_plan import DeviceRequest, plan_device
@@ -36,7 +37,6 @@ from atsc.targets.target import Target, resolve
 
 T = TypeVar("T")
 
-FEW_ROWS = 8
 LOGITS_BYTES = 16 << 20
 __all__ = ["STAGES", "CompileOptions", "Observer", "compile_model", "default_output"]
 

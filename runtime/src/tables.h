@@ -113,8 +113,6 @@ struct RungEntry {
   uint64_t slot_bytes;       // of each promotion slot
   int32_t num_slots;
   const uint8_t* on_device;  // a byte a unit: 1 if it lives there
-  int64_t decode_ns;         // predicted, a token
-  int64_t prefill_ns;        // predicted, a whole chunk
 };
 
 enum class DeviceKind : uint8_t { kNone, kCuda, kVirtual };
@@ -154,7 +152,7 @@ struct Plan {
   DeviceEntry device = {};
 };
 
-inline constexpr uint32_t kAbiVersion = 2;
+inline constexpr uint32_t kAbiVersion = 3;
 
 extern const Plan kPlan;
 

@@ -58,22 +58,22 @@ def layered(budget_bytes: int, policy: str) -> DeviceTables:
 
 
 def test_a_rung_that_costs_more_than_a_better_one_is_dropped() -> None:
-    rungs = [rung for rung, *_ in layered(400, "tensor").rungs]
+    rungs = [rung for rung, _ in layered(400, "tensor").rungs]
     assert [r.required_bytes for r in rungs] == sorted({r.required_bytes for r in rungs})
     assert [r.placement.value_ns for r in rungs] == sorted(r.placement.value_ns for r in rungs)
     assert all(r.required_bytes <= 400 for r in rungs)
 
 
 def test_everything_resident_needs_no_slots() -> None:
-    *lower, (top, on_device, _, _) = layered(1000, "tensor").rungs
-    assert all(rung.slot_bytes == NUM_SLOTS * 40 for rung, *_ in lower)
+    *lower, (top, on_device) = layered(1000, "tensor").rungs
+    assert all(rung.slot_bytes == NUM_SLOTS * 40 for rung, _ in lower)
     assert (top.slot_bytes, top.required_bytes) == (0, 100 + 4 * 80)
     assert not on_device[0]
     assert all(on_device[1:])
 
 
 def test_policy_stream_brings_its_own_slots() -> None:
-    ((rung, *_),) = layered(400, "stream").rungs
+    ((rung, _),) = layered(400, "stream").rungs
     assert rung.slot_bytes == rung.placement.slot_bytes == NUM_SLOTS * 40
     assert rung.required_bytes == 100 + 4 * 10 + NUM_SLOTS * 40
 
@@ -107,7 +107,7 @@ def test_prompts_bring_kv_caches_to_the_gpu() -> None:
     def caches_on_gpu(prompt_share: float) -> int:
         request = DeviceRequest("cuda", "tensor", 6442 * mb, 268 * mb, prompt_share, 512)
         tables = plan_device(request, annotation, fixed, None, len(costs))
-        top, *_ = tables.rungs[-1]
+        top, _ = tables.rungs[-1]
         return sum(
             here
             for cost, here in zip(costs, top.placement.on_gpu, strict=True)
