@@ -8,7 +8,6 @@
 // that a C++ compiler is all that building takes.
 
 #include <dlfcn.h>
-#include <immintrin.h>
 
 #include <atomic>
 #include <chrono>
@@ -20,6 +19,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "plain_read.h"
+
 namespace {
 
 constexpr std::size_t kLine = 64;
@@ -29,19 +30,6 @@ using Clock = std::chrono::steady_clock;
 
 double seconds_since(Clock::time_point begin) {
   return std::chrono::duration<double>(Clock::now() - begin).count();
-}
-
-// Eight independent chains of xor, so that loads are the only limit.
-std::uint64_t read_once(const std::byte* begin, const std::byte* end) {
-  __m256i sums[8] = {};
-  for (const std::byte* at = begin; at + 256 <= end; at += 256) {
-    for (int i = 0; i < 8; ++i) {
-      sums[i] = _mm256_xor_si256(
-          sums[i], _mm256_load_si256(reinterpret_cast<const __m256i*>(at + 32 * i)));
-    }
-  }
-  for (int i = 1; i < 8; ++i) sums[0] = _mm256_xor_si256(sums[0], sums[i]);
-  return static_cast<std::uint64_t>(_mm256_extract_epi64(sums[0], 0));
 }
 
 // Bytes a second that threads read, each its own part of the buffer again and again.

@@ -5,8 +5,6 @@
 // Prints a line when the buffer is filled, and for each line of input {"seconds": ...}: the time of
 // one pass over all bytes, averaged over at least a tenth of a second.
 
-#include <immintrin.h>
-
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -18,23 +16,12 @@
 #include <thread>
 #include <vector>
 
+#include "plain_read.h"
+
 namespace {
 
 constexpr std::size_t kLine = 64;
 constexpr double kLeastSeconds = 0.1;
-
-// Eight independent chains of xor, so that loads are the only limit.
-std::uint64_t read_once(const std::byte* begin, const std::byte* end) {
-  __m256i sums[8] = {};
-  for (const std::byte* at = begin; at + 256 <= end; at += 256) {
-    for (int i = 0; i < 8; ++i) {
-      sums[i] = _mm256_xor_si256(
-          sums[i], _mm256_load_si256(reinterpret_cast<const __m256i*>(at + 32 * i)));
-    }
-  }
-  for (int i = 1; i < 8; ++i) sums[0] = _mm256_xor_si256(sums[0], sums[i]);
-  return static_cast<std::uint64_t>(_mm256_extract_epi64(sums[0], 0));
-}
 
 double seconds_of(const std::byte* buffer, std::size_t bytes, int threads, int passes) {
   std::atomic<std::uint64_t> sink{0};

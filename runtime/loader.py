@@ -124,7 +124,30 @@ def _vram_bytes(vram: int | str | None) -> int:
     return vram
 
 
-class Plan:
+class _Closing:
+    """A context manager that closes itself, at the latest when it is collected."""
+
+    def close(self) -> None:
+        """Free what is held. Closing twice is fine."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AtscError, AttributeError):
+            self.close()
+
+
+class Plan(_Closing):
     """An open plan; `load` makes one."""
 
     def __init__(
@@ -288,23 +311,8 @@ class Plan:
         library, self._library = self._library, None
         library.close()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        with contextlib.suppress(AtscError, AttributeError):
-            self.close()
-
-
-class Session:
+class Session(_Closing):
     """One conversation: the KV caches and how many tokens they hold; `Plan.session` makes one."""
 
     def __init__(self, plan: Plan) -> None:
@@ -489,21 +497,6 @@ class Session:
         if self._handle and self.plan._library is not None:
             self._call("session_destroy")
         self._handle = capi.Handle()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        with contextlib.suppress(AtscError, AttributeError):
-            self.close()
 
 
 def _int_array(values: TokenIds, dtype: type, name: str) -> NDArray[Any]:

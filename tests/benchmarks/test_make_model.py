@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from gguf_sample import silent_llama_cpp
 from onnx import numpy_helper
 
 MAKE_MODEL = Path(__file__).parents[2] / "benchmarks" / "make_model.py"
@@ -117,14 +115,6 @@ def onnx_logits(folder: Path, ids: list[int]) -> np.ndarray:
     logits = session.run(["logits"], feeds)[0]
     assert isinstance(logits, np.ndarray)
     return logits[0]
-
-
-@functools.cache
-def silent_llama_cpp() -> Any:
-    library = pytest.importorskip("llama_cpp")
-    library.silence = library.llama_log_callback(lambda *_: None)  # It must outlive every call.
-    library.llama_log_set(library.silence, ctypes.c_void_p())
-    return library
 
 
 def llama_cpp_logits(path: Path, ids: list[int]) -> np.ndarray:
