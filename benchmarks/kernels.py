@@ -1,12 +1,14 @@
 """Speed of the linear CPU kernels: GEMV against a plain read of the same bytes, GEMM in MAC/s.
 
     python benchmarks/kernels.py [--isa avx2] [--threads 1 2] [--shapes 1536x576 ...] [--rows 1 512]
-                                 [--formats int4b32 ...] [--level 4] [--copies-mib 600] [--json]
+                                 [--formats int4b32 ...] [--level 4] [--refined 0.1]
+                                 [--copies-mib 600] [--json]
 
 Each shape has as many copies of its weights as `--copies-mib` holds, used in turn, so that they
 come from beyond the caches as far as the machine allows. `read` is the time of an AVX2 read of the
 same bytes divided by the kernel's: 1 is the memory's limit. Kernel and read alternate in
-one run; each is the best of several medians, since other programs may run beside it.
+one run; each is the best of several medians, since other programs may run beside it. `--refined` is
+the share of activation blocks that have a second digit (compiler/ops/quantize.py).
 """
 
 from __future__ import annotations
@@ -83,12 +85,22 @@ def library_of(kernels: list[Kernel], folder: Path) -> ctypes.CDLL:
     return library
 
 
+def activations(rows: int, width: int, refined: float) -> np.ndarray:
+    """Random floats, of which a share of the blocks of 32 is larger than the others."""
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((rows, width), np.float32)
+    large = rng.random((rows, -(-width // 32))) < refined
+    return x * np.where(np.repeat(large, 32, axis=1)[:, :width], np.float32(10), np.float32(1))
+
+
 class Operands:
     """Copies of one weight, with the activations and the output of one call."""
 
-    def __init__(self, stored: StoredWeight, level: int, rows: int, copies: int) -> None:
+    def __init__(
+        self, stored: StoredWeight, level: int, refined: float, rows: int, copies: int
+    ) -> None:
         outputs, width = stored.weight.shape
-        x = np.random.default_rng(1).standard_normal((rows, width), np.float32)
+        x = activations(rows, width, refined)
         data = q8_bytes(quantize_rows(x)) if level == 4 else x.view(np.uint8).ravel()
         self.x, self.y = aligned(data.nbytes), aligned(outputs * rows * 4)
         self.x[:] = data
@@ -121,7 +133,8 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[Row]:
             kernels = [kernel_of(stored, options.level, r, options.isa) for r in options.rows]
             library = library_of(kernels, folder)
             for rows, kernel in zip(options.rows, kernels, strict=True):
-                operands = Operands(stored, options.level, rows, copies if rows <= 8 else 1)
+                used = copies if rows <= 8 else 1
+                operands = Operands(stored, options.level, options.refined, rows, used)
                 for threads in options.threads:
                     yield _measure_one(library, kernel, operands, shape, fmt, threads, options)
 
@@ -160,6 +173,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 512])
     parser.add_argument("--formats", nargs="+", default=["int4b32"])
     parser.add_argument("--level", type=int, default=4, choices=(1, 4))
+    parser.add_argument("--refined", type=float, default=0.1)
     parser.add_argument("--copies-mib", type=int, default=600)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", action="store_true")

@@ -37,7 +37,8 @@ from atsc.compiler.weights import read_f32, to_f32, unpack_codes
 
 TILE_ROWS = 8
 Q8_BLOCK = 32
-Q8_BYTES_PER_BLOCK = 44
+Q8_BYTES_PER_BLOCK = 2 * 44
+"""Two digits, of which the second belongs to few blocks (runtime/src/kernel.h)."""
 PART_ALIGNMENT = 64
 UNIT_ALIGNMENT = 4096
 CHUNK_ELEMENTS = 1 << 20

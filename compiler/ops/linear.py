@@ -29,7 +29,7 @@ from atsc.compiler.ir import (
 )
 from atsc.compiler.ops import Attrs, Cost, OpDef, Operand, RoundState, Sample
 from atsc.compiler.ops.activation import KINDS, apply_activation
-from atsc.compiler.ops.quantize import Q8Array, quantize_rows
+from atsc.compiler.ops.quantize import Q8Array, quantize_rows, uneven_rows
 from atsc.compiler.weights import dequantize
 
 
@@ -128,7 +128,7 @@ def _samples() -> Iterator[Sample]:
         if fmt == BlockFormat(4, 32, False):
             rows_and_shapes.append((512, 72, 328))
         for rows, outputs, width in rows_and_shapes:
-            x = rng.standard_normal((rows, width), np.float32)
+            x = uneven_rows(rng, rows, width)
             weight = random_block_weight(rng, (outputs, width), fmt, zero_points)
             operand = quantize_rows(x) if level == 4 else x
             yield Sample({"accuracy_level": level}, (operand, weight), tolerance=1e-5)

@@ -46,7 +46,9 @@ struct CpuKernel {
 // A Q8 value of `rows` x `width` in memory, blocks first, so that a GEMV and a GEMM read it alike:
 //   codes int8 [blocks][rows][32] | scales f32 [blocks][rows] | scaled_sums f32 [blocks][rows] |
 //   sums i32 [blocks][rows]
-// where a block's sum is that of its codes and its scaled sum is scale * sum.
+// where a block's sum is that of its codes and its scaled sum is scale * sum. The same again, digit
+// 1, is what it takes to tell the largest blocks of a row more exactly: scales are 0 where a block
+// has no second digit, and then nothing else of it is set (compiler/ops/quantize.py).
 struct Q8View {
   int8_t* codes;
   float* scales;
@@ -54,13 +56,13 @@ struct Q8View {
   int32_t* sums;
 };
 
-inline constexpr int64_t kQ8BytesPerBlock = 32 + 4 + 4 + 4;
+inline constexpr int64_t kQ8BytesPerBlock = 32 + 4 + 4 + 4;  // of one digit
 
 inline int64_t q8_blocks(int64_t width) { return (width + kQ8Block - 1) / kQ8Block; }
 
-inline Q8View q8_view(const void* value, int64_t rows, int64_t width) {
+inline Q8View q8_view(const void* value, int64_t rows, int64_t width, int digit = 0) {
   const int64_t count = q8_blocks(width) * rows;
-  auto* base = static_cast<int8_t*>(const_cast<void*>(value));
+  auto* base = static_cast<int8_t*>(const_cast<void*>(value)) + digit * count * kQ8BytesPerBlock;
   auto* scales = reinterpret_cast<float*>(base + count * kQ8Block);
   return {base, scales, scales + count, reinterpret_cast<int32_t*>(scales + 2 * count)};
 }

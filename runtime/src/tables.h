@@ -152,7 +152,7 @@ struct Plan {
   DeviceEntry device = {};
 };
 
-inline constexpr uint32_t kAbiVersion = 3;
+inline constexpr uint32_t kAbiVersion = 4;
 
 extern const Plan kPlan;
 

@@ -7,6 +7,7 @@ other tokens of the cache, scratch beyond the counters may hold anything, and co
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import itertools
 import random
 import subprocess
@@ -88,6 +89,14 @@ class Guarded:
 
 def q8_bytes(value: Q8Array) -> np.ndarray:
     """A Q8 value as runtime/src/kernel.h lays it out."""
+    fine = value.fine or Q8Array(
+        np.zeros_like(value.codes), np.zeros_like(value.scales), value.width
+    )
+    return np.concatenate([digit_bytes(value), digit_bytes(fine)])
+
+
+def digit_bytes(value: Q8Array) -> np.ndarray:
+    """One digit of it."""
     sums = value.codes.astype(np.int32).sum(axis=-1)
     parts = [
         value.codes.transpose(1, 0, 2),
@@ -100,6 +109,20 @@ def q8_bytes(value: Q8Array) -> np.ndarray:
 
 def q8_value(memory: np.ndarray, rows: int, width: int) -> tuple[Q8Array, np.ndarray, np.ndarray]:
     """The inverse: the value, its scaled sums and its sums, each [rows, blocks]."""
+    half = len(memory) // 2
+    value, scaled, sums = digit_value(memory[:half], rows, width)
+    fine, fine_scaled, fine_sums = digit_value(memory[half:].copy(), rows, width)
+    refined = fine.scales != 0
+    fine.codes[~refined] = 0  # of blocks without a second digit only the scale is set
+    assert np.array_equal(fine_sums[refined], fine.codes.astype(np.int32).sum(-1)[refined])
+    np.testing.assert_allclose(fine_scaled[refined], (fine.scales * fine_sums)[refined], rtol=1e-6)
+    return dataclasses.replace(value, fine=fine), scaled, sums
+
+
+def digit_value(
+    memory: np.ndarray, rows: int, width: int
+) -> tuple[Q8Array, np.ndarray, np.ndarray]:
+    """One digit: its codes and scales, scaled sums and sums."""
     blocks = -(-width // BLOCK)
     count = blocks * rows
     codes = memory[: count * BLOCK].view(np.int8).reshape(blocks, rows, BLOCK).transpose(1, 0, 2)

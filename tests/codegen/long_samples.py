@@ -9,7 +9,7 @@ import numpy as np
 from atsc.compiler.ir import BlockFormat, DType
 from atsc.compiler.ops import Sample
 from atsc.compiler.ops.linear import random_block_weight, random_float_weight
-from atsc.compiler.ops.quantize import quantize_rows
+from atsc.compiler.ops.quantize import quantize_rows, uneven_rows
 
 
 def linear_samples() -> Iterator[Sample]:
@@ -18,7 +18,7 @@ def linear_samples() -> Iterator[Sample]:
     bias = random_float_weight(rng, (45,), DType.F32, "b")
     for rows, width in ((1, 2080), (5, 2080), (20, 544), (20, 576)):
         gate, residual = rng.standard_normal((2, rows, 45), np.float32)
-        x = rng.standard_normal((rows, width), np.float32)
+        x = uneven_rows(rng, rows, width)
         for fmt, zeros in (
             (BlockFormat(4, 32, False), DType.U8),
             (BlockFormat(4, 128, True), DType.U8),

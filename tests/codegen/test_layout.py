@@ -155,5 +155,5 @@ def test_vectors_are_stored_as_float32() -> None:
 
 
 def test_q8_values_hold_whole_blocks() -> None:
-    assert value_bytes(DType.Q8, rows=3, width=33) == 2 * 3 * 44
+    assert value_bytes(DType.Q8, rows=3, width=33) == 2 * 3 * 88
     assert value_bytes(DType.F32, rows=3, width=33) == 396

@@ -51,11 +51,13 @@ def extreme_weight(bits: int, pattern: str, zero_points: int | None) -> Weight:
 
 
 def extreme_activations(rows: int) -> Q8Array:
-    """Rows of 127, of -127, and of both in turn."""
+    """Rows of 127, of -127, and of both in turn, of both digits of every other block."""
     codes = np.full((rows, WIDTH // 32, 32), 127, np.int8)
     codes[1::3] = -127
     codes[2::3, :, ::2] = -127
-    return Q8Array(codes, np.full((rows, WIDTH // 32), 0.25, np.float32), WIDTH)
+    scales = np.full((rows, WIDTH // 32), 0.25, np.float32)
+    fine_scales = np.where(np.arange(scales.size).reshape(scales.shape) % 2, np.float32(0.125), 0)
+    return Q8Array(codes, scales, WIDTH, Q8Array(codes, fine_scales.astype(np.float32), WIDTH))
 
 
 @pytest.mark.parametrize("isa", LEVELS)
@@ -75,7 +77,7 @@ def test_products_never_saturate(isa: IsaLevel, tmp_path: Path) -> None:
     library = build(prepared, tmp_path)
     for case in prepared:
         (expected, _), (actual, *_) = reference(case), run(case, library)
-        # All terms are multiples of 1/8 below 2^24: float sums of them are exact.
+        # All terms are multiples of 1/16 below 2^20: float sums of them are exact.
         np.testing.assert_array_equal(actual, expected, err_msg=case.kernel.symbol)
 
 

@@ -184,7 +184,9 @@ def test_saved_and_restored_between_sides(
     """A session saved from the device goes on there, on the CPU, and after a rewind."""
     ids, decoded = ids_of(MODELS[0]), expected[MODELS[0]][-1]
     with load(folder, threads=2) as plan, plan.session() as session:
-        session.prefill(ids[:58])
+        # In the rounds of run_all(): few rows and many do not sum in the same order.
+        for begin, end in pairwise((0, CHUNK, 44, 49, 50, 58)):
+            session.prefill(ids[begin:end])
         session.save(tmp_path / "state")
         session.prefill([1, 2, 3])
         session.restore(tmp_path / "state")

@@ -8,8 +8,11 @@
 //   2 * 128 * 127 = 32512, fit int16; sums go on in int32. (Codes taken as unsigned would reach
 //   2 * 255 * 127 and saturate.)
 // VNNI: vpdpbusd of raw codes, which adds four products in int32.
-// A slab then adds scale_w * scale_x * dot + offset_w * scaled_sum_x in float.
+// A slab then adds scale_w * scale_x * dot + offset_w * scaled_sum_x in float. Where activations have
+// a second digit (kernel.h), it does so once more.
 #pragma once
+
+#include <bit>
 
 #include "linear.h"
 
@@ -138,30 +141,70 @@ static inline __m256 add_slab(const Q8Slab<Layer>& slab, const Q8Row& x, __m256 
   }
 }
 
+// Which of at most kMostRows rows have a second digit, slab by slab: a bit a row.
+template <class Layer>
+struct RefinedRows {
+  static_assert(kMostRows <= 64);
+  uint64_t of_slab[num_slabs<Layer>()];
+
+  RefinedRows(const Q8View& fine, int64_t all, Rows rows) {
+    for (int64_t slab = 0; slab < num_slabs<Layer>(); ++slab) {
+      const float* scales = fine.scales + slab * all + rows.first;
+      of_slab[slab] = 0;
+      for (int64_t row = 0; row < rows.count; row += 8) {
+        const __m256 eight = load_first(scales + row, rows.count - row);
+        const __m256 differ = _mm256_cmp_ps(eight, _mm256_setzero_ps(), _CMP_NEQ_UQ);
+        of_slab[slab] |= static_cast<uint64_t>(_mm256_movemask_ps(differ)) << row;
+      }
+    }
+  }
+};
+
 // One row: the tiles [begin, end).
 template <class Layer>
 static inline void q8_gemv(const Operands<Layer>& at, int64_t begin, int64_t end) {
-  const Q8View x = q8_view(at.x, 1, Layer::kInputs);
+  const Q8View x = q8_view(at.x, 1, Layer::kInputs), fine = q8_view(at.x, 1, Layer::kInputs, 1);
   for (int64_t tile = begin; tile < end; ++tile) {
     __m256 y = _mm256_setzero_ps();
     for (int64_t slab = 0; slab < num_slabs<Layer>(); ++slab) {
-      y = add_slab<Layer>(load_slab<Layer>(at, tile, slab), q8_row(x, slab), y);
+      const Q8Slab<Layer> loaded = load_slab<Layer>(at, tile, slab);
+      y = add_slab<Layer>(loaded, q8_row(x, slab), y);
+      if (fine.scales[slab] != 0.0f) y = add_slab<Layer>(loaded, q8_row(fine, slab), y);
     }
     finish<Layer>(at, 0, tile, y);
   }
 }
 
+// Adds the products of a slab and the rows of `refined`, a bit a row from index `first` of x on. Not
+// inlined, and so the slab unpacked again: GCC would keep its codes in memory for the caller's rows.
+template <class Layer>
+[[gnu::noinline]] static void add_refined(const Operands<Layer>& at, int64_t tile, int64_t slab,
+                                          const Q8View& x, int64_t first, uint64_t refined,
+                                          float (*y)[kTileRows]) {
+  const Q8Slab<Layer> loaded = load_slab<Layer>(at, tile, slab);
+  for (; refined != 0; refined &= refined - 1) {
+    const int64_t row = std::countr_zero(refined);
+    const Q8Row a = q8_row(x, first + row);
+    _mm256_store_ps(y[row], add_slab<Layer>(loaded, a, _mm256_load_ps(y[row])));
+  }
+}
+
 // Some rows, at most kMostRows, of one tile: a slab is unpacked once for all of them.
 template <class Layer>
-static inline void q8_gemm_tile(const Operands<Layer>& at, int64_t tile, int64_t all, Rows rows) {
-  const Q8View x = q8_view(at.x, all, Layer::kInputs);
+static inline void q8_gemm_tile(const Operands<Layer>& at, int64_t tile, int64_t all, Rows rows,
+                                const RefinedRows<Layer>& refined) {
+  const Q8View x = q8_view(at.x, all, Layer::kInputs), fine = q8_view(at.x, all, Layer::kInputs, 1);
   alignas(32) float y[kMostRows][kTileRows];
   for (int64_t row = 0; row < rows.count; ++row) _mm256_store_ps(y[row], _mm256_setzero_ps());
   for (int64_t slab = 0; slab < num_slabs<Layer>(); ++slab) {
     const Q8Slab<Layer> loaded = load_slab<Layer>(at, tile, slab);
+    const int64_t first = slab * all + rows.first;
     for (int64_t row = 0; row < rows.count; ++row) {
-      const Q8Row a = q8_row(x, slab * all + rows.first + row);
+      const Q8Row a = q8_row(x, first + row);
       _mm256_store_ps(y[row], add_slab<Layer>(loaded, a, _mm256_load_ps(y[row])));
+    }
+    if (const uint64_t some = refined.of_slab[slab]) {
+      add_refined<Layer>(at, tile, slab, fine, first, some, y);
     }
   }
   for (int64_t row = 0; row < rows.count; ++row) {
@@ -181,12 +224,13 @@ namespace atsc {
 template <class Layer>
 static inline void q8_gemm(const Operands<Layer>& at, int64_t begin, int64_t end, int64_t all,
                            Rows rows) {
+  const RefinedRows<Layer> refined(q8_view(at.x, all, Layer::kInputs, 1), all, rows);
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
   for (int64_t tile = begin; tile < end; tile += 2) {
-    q8_gemm_pair<Layer>(at, tile, std::min(tile + 2, end), all, rows);
+    q8_gemm_pair<Layer>(at, tile, std::min(tile + 2, end), all, rows, refined);
   }
 #else
-  for (int64_t tile = begin; tile < end; ++tile) q8_gemm_tile<Layer>(at, tile, all, rows);
+  for (int64_t tile = begin; tile < end; ++tile) q8_gemm_tile<Layer>(at, tile, all, rows, refined);
 #endif
 }
 

@@ -110,13 +110,26 @@ static inline void add_halves(const Q8SlabPair<Layer>& slab, const Q8Row& x, flo
   _mm512_store_ps(y, _mm512_fmadd_ps(_mm512_set1_ps(*x.scale), sum, _mm512_load_ps(y)));
 }
 
+// Adds a slab's products to the sums of the row at `index` of x.
+template <class Layer>
+static inline void add_one_row(const Q8SlabPair<Layer>& slab, const Q8View& x, int64_t index,
+                               float (*y)[2 * kTileRows]) {
+  if constexpr (num_halves<Layer>() == 2) {
+    add_halves<Layer>(slab, q8_row(x, index), *y);
+  } else {
+    int32_t start = 0;
+    if constexpr (starts_at_centre<Layer>()) fill_starts<Layer>(x.sums + index, 1, &start);
+    add_q8_rows<Layer, 1>(slab, q8_row(x, index), &start, y);
+  }
+}
+
 // Adds a slab's products to the sums of some rows, the first of which is x.
 template <class Layer>
 static inline void add_slab_pair(const Q8SlabPair<Layer>& slab, const Q8View& x, int64_t first,
                                  int64_t count, float (*y)[2 * kTileRows]) {
   int64_t row = 0;
   if constexpr (num_halves<Layer>() == 2) {
-    for (; row < count; ++row) add_halves<Layer>(slab, q8_row(x, first + row), y[row]);
+    for (; row < count; ++row) add_one_row<Layer>(slab, x, first + row, y + row);
   } else {
     alignas(64) int32_t starts[kMostRows];
     if constexpr (starts_at_centre<Layer>()) fill_starts<Layer>(x.sums + first, count, starts);
@@ -132,13 +145,18 @@ static inline void add_slab_pair(const Q8SlabPair<Layer>& slab, const Q8View& x,
 // Some rows, at most kMostRows, of the tiles [tile, end), which are one or two.
 template <class Layer>
 static inline void q8_gemm_pair(const Operands<Layer>& at, int64_t tile, int64_t end, int64_t all,
-                                Rows rows) {
-  const Q8View x = q8_view(at.x, all, Layer::kInputs);
+                                Rows rows, const RefinedRows<Layer>& refined) {
+  const Q8View x = q8_view(at.x, all, Layer::kInputs), fine = q8_view(at.x, all, Layer::kInputs, 1);
   alignas(64) float y[kMostRows][2 * kTileRows];
   for (int64_t row = 0; row < rows.count; ++row) _mm512_store_ps(y[row], _mm512_setzero_ps());
   for (int64_t slab = 0; slab < num_slabs<Layer>(); ++slab) {
     const Q8SlabPair<Layer> loaded = load_slab_pair<Layer>(at, tile, end - 1, slab);
-    add_slab_pair<Layer>(loaded, x, slab * all + rows.first, rows.count, y);
+    const int64_t first = slab * all + rows.first;
+    add_slab_pair<Layer>(loaded, x, first, rows.count, y);
+    for (uint64_t left = refined.of_slab[slab]; left != 0; left &= left - 1) {
+      const int64_t row = std::countr_zero(left);
+      add_one_row<Layer>(loaded, fine, first + row, y + row);
+    }
   }
   for (int64_t row = 0; row < rows.count; ++row) {
     for (int64_t i = 0; tile + i < end; ++i) {

@@ -81,6 +81,22 @@ def test_quantised_rows_are_within_half_a_step(width: int) -> None:
     assert (q8.codes.reshape(3, -1)[:, width:] == 0).all()
 
 
+def test_a_second_digit_makes_large_blocks_as_exact_as_the_others() -> None:
+    x = np.random.default_rng(7).uniform(-1, 1, (2, 320)).astype(np.float32)
+    x[:, 64:96] *= 100
+    x[1] = x[1, ::-1] * 1e-3
+    q8 = quantize_rows(x)
+    assert q8.fine is not None
+    assert np.argwhere(q8.fine.scales).tolist() == [[0, 2], [1, 7]]
+    step = np.repeat(np.where(q8.fine.scales, q8.fine.scales, q8.scales), 32, axis=1)
+    assert (np.abs(q8.dequantize() - x) <= 0.51 * step).all()
+
+
+def test_rows_of_even_blocks_have_no_second_digit() -> None:
+    q8 = quantize_rows(np.ones((3, 96), np.float32))
+    assert q8.fine is not None and not q8.fine.scales.any()
+
+
 def test_integers_up_to_127_are_exact() -> None:
     integers = np.zeros((1, 32), np.float32)
     integers[0, :3] = [127, -5, 64]

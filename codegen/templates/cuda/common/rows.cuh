@@ -65,6 +65,7 @@ __device__ inline void quantize_four(const float (&x)[4], const Q8View& q, long 
     q.scales[index] = scale;
     q.scaled_sums[index] = scale * static_cast<float>(sum);
     q.sums[index] = sum;
+    q.fine_scales[index] = 0.0f;
   }
 }
 
