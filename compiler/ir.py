@@ -35,8 +35,8 @@ class DType(enum.Enum):
     I8 = "i8"
     U8 = "u8"
     Q8 = "q8"
-    """Activations as int8 in blocks of 32 along the last axis, with an fp32 scale a block; the
-    layout is in codegen/layout.py."""
+    """Activations as int8 in blocks of 32 along the last axis, with an fp32 scale a block, the
+    largest in two digits (ops/quantize.py); the layout is in runtime/src/kernel.h."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ def measured(folder: Path, level: int, rows: int) -> kernels.Row:
         rows=[rows],
         formats=["int4b32"],
         level=level,
+        refined=0.1,
         copies_mib=300,
         repeats=9,
     )

@@ -8,7 +8,9 @@
 
 namespace atsc {
 
-inline constexpr float kLeastRefined = 1e-34f;  // 254 times the inverse scale must be finite
+// compiler/ops/quantize.py has the same.
+inline constexpr double kRefinedAbove = 2.0;     // times the mean scale of a row
+inline constexpr float kLeastRefined = 1e-34f;  // 254 / scale must be finite
 
 // 32 codes to the block at `index` (block * rows + row) of one digit.
 static inline void store_block(const __m256i (&codes)[4], float scale, const Q8View& q,
@@ -81,7 +83,7 @@ static inline void quantize_row(const float* x, int64_t width, const Q8View& q, 
     total += quantize_block(values, q, block * rows + row);
   }
   // Of a row with an infinity or a NaN no block compares as larger.
-  const double least = 2.0 * total / static_cast<double>(blocks);
+  const double least = kRefinedAbove * total / static_cast<double>(blocks);
   for (int64_t block = 0; block < blocks; ++block) {
     const int64_t index = block * rows + row;
     if (q.scales[index] > least && q.scales[index] > kLeastRefined) {
