@@ -40,6 +40,8 @@ class DeviceTables:
     num_slots: int
     rungs: Sequence[tuple[Rung, Sequence[bool]]]
     """Ascending: a rung, and a bit for each of the plan's units."""
+    cpu_share: float = 1.0
+    """The CPU's speed beside copies to the device."""
 
 
 def device_declarations(device: DeviceTables | None) -> list[str]:
@@ -82,7 +84,8 @@ def device_entry(device: DeviceTables | None) -> str:
     return (
         f"{{DeviceKind::{kind}, {device.budget_bytes}ull, {device.headroom_bytes}ull, "
         f"{device.hand_off_ns}, {device.link_bytes_per_s!r}, {device.stream_from_rows}, "
-        f"{len(device.modules)}, {len(device.rungs)}, kModules, kRungs}}"
+        f"{len(device.modules)}, {len(device.rungs)}, kModules, kRungs, "
+        f"{device.cpu_share!r}}}"
     )
 
 

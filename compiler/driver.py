@@ -33,6 +33,7 @@ from atsc.passes.limit_context import LimitContext, choose_context
 from atsc.passes.optimise import optimise
 from atsc.passes.partition import Schedule, partition_units, schedule_groups
 from atsc.passes.policies import POLICIES
+from atsc.passes.retarget import cpu_share_of
 from atsc.targets.target import Target, resolve
 
 T = TypeVar("T")
@@ -248,4 +249,6 @@ def _place(b: Compilation, annotation: Annotation) -> DeviceTables:
         prompt_share=options.prompt_share,
         chunk=b.limits.chunk,
     )
-    return plan_device(request, annotation, fixed, b.code.device, len(b.parts.units))
+    tables = plan_device(request, annotation, fixed, b.code.device, len(b.parts.units))
+    share = cpu_share_of(b.target.ram_read_bytes_per_s, b.target.ram_read_shared_bytes_per_s)
+    return dataclasses.replace(tables, cpu_share=share)

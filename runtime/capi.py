@@ -18,9 +18,11 @@ from atsc.compiler.errors import (
 )
 
 API_VERSION = 1
-MESSAGE_BYTES = 1024
+MESSAGE_BYTES, REASON_BYTES = 1024, 128
 
 WEIGHTS_MAP, WEIGHTS_READ = 0, 1
+TRANSFERS = ("load-aware", "static", "none")
+ROUND_KINDS = ("decode", "prefill")
 LOGITS_LAST, LOGITS_NONE, LOGITS_ALL, LOGITS_ROWS = range(4)
 TRACKS = ("cpu", "cpu wait", "device", "device wait", "copy")
 FINISH_NONE, FINISH_STOP, FINISH_CONTEXT = range(3)
@@ -87,6 +89,9 @@ class PlanOptions(_Sized):
         ("num_units", ctypes.c_int32),
         ("on_device", ctypes.c_char_p),
         ("virtual_device", ctypes.POINTER(VirtualDevice)),
+        ("transfer", ctypes.c_int32),
+        ("drift_threshold", ctypes.c_double),
+        ("reschedule_interval", ctypes.c_double),
     )
 
 
@@ -218,6 +223,23 @@ class Round(_Sized):
     )
 
 
+class Change(_Sized):
+    """atsc_change."""
+
+    _fields_ = (
+        ("struct_size", ctypes.c_size_t),
+        ("when_ns", ctypes.c_int64),
+        ("kind", ctypes.c_int32),
+        ("num_promoted", ctypes.c_int32),
+        ("promoted_bytes", ctypes.c_uint64),
+        ("before_ns", ctypes.c_int64),
+        ("after_ns", ctypes.c_int64),
+        ("adoption_ns", ctypes.c_int64),
+        ("build_ns", ctypes.c_int64),
+        ("reason", ctypes.c_char * REASON_BYTES),
+    )
+
+
 # Function -> its parameters before the message, in the order of atsc_api.
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "plan_open": (ctypes.POINTER(PlanOptions), ctypes.POINTER(Handle)),
@@ -241,6 +263,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "plan_get_events": (Handle, ctypes.POINTER(Event), ctypes.c_int64, Int64Pointer),
     "session_set_recording": (Handle, ctypes.c_int32),
     "session_take_round": (Handle, ctypes.POINTER(Round)),
+    "plan_take_change": (Handle, ctypes.POINTER(Change)),
 }
 
 

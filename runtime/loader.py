@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from atsc.compiler import plan as manifests
 from atsc.compiler.errors import AtscError, PlanError, UsageError
 from atsc.runtime import capi
-from atsc.runtime.rounds import Event, Round, event_of, round_of
+from atsc.runtime.rounds import Change, Event, Round, change_of, event_of, round_of
 
 if TYPE_CHECKING:
     from atsc.runtime.tokenizer import Tokenizer
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 F32Array = NDArray[np.float32]
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 LogitRows = Literal["last", "all", "none"] | Sequence[int] | NDArray[np.integer[Any]]
+Transfer = Literal["load-aware", "static", "none"]
 
 _NAMED_ROWS = {
     "last": capi.LOGITS_LAST,
@@ -55,6 +56,9 @@ def load(
     device: bool | int = True,
     on_device: Sequence[bool] | None = None,
     virtual_device: capi.VirtualDevice | None = None,
+    transfer: Transfer = "load-aware",
+    drift_threshold: float = 0.15,
+    reschedule_interval: float = 5.0,
 ) -> Plan:
     """Check a plan folder and open it. This runs native code from the folder.
 
@@ -72,6 +76,11 @@ def load(
         on_device: for each unit of the plan whether it lives on the GPU, instead of the plan's own
             placement.
         virtual_device: how the virtual device behaves, for plans compiled for it.
+        transfer: which of the CPU's weights a round copies to the GPU to run there: "load-aware"
+            follows the speeds that rounds show, "static" chooses once from those that the plan was
+            compiled with, "none" copies in long prefill rounds alone.
+        drift_threshold: choose again when speeds are off by more than this share.
+        reschedule_interval: but not sooner than after the time of so many recent rounds.
 
     Warns:
         RuntimeWarning: less of the GPU than planned is in use; says why.
@@ -88,6 +97,14 @@ def load(
     for name, number in (("threads", threads), ("sessions", sessions)):
         if number is not None and number < 1:
             raise UsageError(f"{name} is {number}: expected at least 1")
+    if transfer not in capi.TRANSFERS:
+        raise UsageError(f"transfer is {transfer!r}: expected one of {', '.join(capi.TRANSFERS)}")
+    for name, amount in (
+        ("drift_threshold", drift_threshold),
+        ("reschedule_interval", reschedule_interval),
+    ):
+        if not 0 < amount < float("inf"):
+            raise UsageError(f"{name} is {amount}: expected a number above 0")
     options = capi.PlanOptions(
         weights_path=os.fsencode(directory / manifest.weights),
         num_threads=threads or 0,
@@ -101,6 +118,9 @@ def load(
         num_units=len(on_device) if on_device is not None else 0,
         on_device=bytes(map(int, on_device)) if on_device is not None else None,
         virtual_device=ctypes.pointer(virtual_device) if virtual_device is not None else None,
+        transfer=capi.TRANSFERS.index(transfer),
+        drift_threshold=drift_threshold,
+        reschedule_interval=reschedule_interval,
     )
     plan = Plan(directory, manifest, options)
     if plan.notice:
@@ -235,6 +255,16 @@ class Plan(_Closing):
         found = (capi.Event * count.value)()
         self.call("plan_get_events", self._handle, found, len(found), ctypes.byref(count))
         return [event_of(event) for event in found]
+
+    def take_changes(self) -> list[Change]:
+        """New choices of promotions since the last call, oldest first; any thread."""
+        changes: list[Change] = []
+        found = capi.Change()
+        while True:
+            self.call("plan_take_change", self._handle, ctypes.byref(found))
+            if not found.when_ns:
+                return changes
+            changes.append(change_of(found))
 
     def script_device(self, what: str, value: float = 0) -> None:
         """Change how the virtual device behaves (atsc_api.plan_script_device); any thread."""

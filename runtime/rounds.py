@@ -1,4 +1,4 @@
-"""What a round did and when: the records that plans keep."""
+"""What rounds did and when, and what they promote: the records that plans keep."""
 
 from __future__ import annotations
 
@@ -34,6 +34,51 @@ class Round:
     end_ns: int
     events: tuple[Event, ...]
     """All between its begin and its end; those of a track in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A new choice of the units that rounds copy to the GPU and run there (promotions)."""
+
+    when_ns: int
+    """On the clock of events."""
+    kind: str
+    """Of the rounds: `decode` or `prefill`."""
+    reason: str
+    num_promoted: int
+    """Units."""
+    promoted_bytes: int
+    """That each round copies."""
+    before_ns: int
+    """A round with the choice before, as predicted at that moment."""
+    after_ns: int
+    """With this one."""
+    adoption_ns: int
+    """That the swap held up the rounds."""
+    build_ns: int
+    """That choosing and making the round ready took beside the rounds."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kind} promotes {self.num_promoted} units, "
+            f"{self.promoted_bytes / 2**20:.1f} MiB ({self.reason}); predicted: "
+            f"{self.after_ns / 1e6:.2f} ms instead of {self.before_ns / 1e6:.2f}"
+        )
+
+
+def change_of(found: capi.Change) -> Change:
+    """From the C interface."""
+    return Change(
+        when_ns=found.when_ns,
+        kind=capi.ROUND_KINDS[found.kind],
+        reason=found.reason.decode("utf-8", "replace"),
+        num_promoted=found.num_promoted,
+        promoted_bytes=found.promoted_bytes,
+        before_ns=found.before_ns,
+        after_ns=found.after_ns,
+        adoption_ns=found.adoption_ns,
+        build_ns=found.build_ns,
+    )
 
 
 def event_of(found: capi.Event) -> Event:

@@ -39,9 +39,44 @@ def add(parsers: Any) -> argparse.ArgumentParser:
         metavar="SIZE",
         help="GPU memory to use, as 6G (default: as compiled)",
     )
+    add_transfer_flags(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     traces.add_flag(parser)
     return parser
+
+
+def add_transfer_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare `--transfer` and its numbers; `transfer_options` reads them."""
+    parser.add_argument(
+        "--transfer",
+        choices=("load-aware", "static", "none"),
+        default="load-aware",
+        help="which of the CPU's weights rounds copy to the GPU: by the speeds that they show "
+        "(the default), by those of compilation, or none but in long prefill rounds",
+    )
+    parser.add_argument(
+        "--drift-threshold",
+        type=between(0.01, 10),
+        default=0.15,
+        metavar="SHARE",
+        help="choose again when speeds are off by more (0.15)",
+    )
+    parser.add_argument(
+        "--reschedule-interval",
+        type=between(1, 1e6),
+        default=5.0,
+        metavar="ROUNDS",
+        help="but not sooner than after the time of so many rounds (5)",
+    )
+
+
+def transfer_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of `atsc.load` that these flags stand for."""
+    return {
+        "transfer": args.transfer,
+        "drift_threshold": args.drift_threshold,
+        "reschedule_interval": args.reschedule_interval,
+    }
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
@@ -56,7 +91,9 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
     with (
         traces.tracing(args.trace) as trace,
-        loader.load(directory, threads=args.threads, vram=args.vram) as plan,
+        loader.load(
+            directory, threads=args.threads, vram=args.vram, **transfer_options(args)
+        ) as plan,
         plan.session() as session,
     ):
         if trace:

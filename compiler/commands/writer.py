@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from atsc.compiler.commands.console import Console
-from atsc.compiler.errors import CancelledError, UsageError
+from atsc.compiler.errors import CancelledError, PlanError, UsageError
 
 if TYPE_CHECKING:
     from atsc.compiler.commands.trace import Trace
@@ -174,6 +175,7 @@ class Writer:
         if self._trace:
             self._trace.collect(self._session)
         self._print(pieces, stream.flush())
+        self._tell_changes()
         if not tokens:
             first = last = time.perf_counter()
         text = "".join(pieces)
@@ -187,6 +189,15 @@ class Writer:
             decode_seconds=last - first,
             finish=self._finish(len(tokens)),
         )
+
+    def _tell_changes(self) -> None:
+        """With -v: what rounds promote since when, and why."""
+        if not self._console.verbose:
+            return
+        with contextlib.suppress(PlanError):  # plans of an older atsc keep no log
+            for change in self._plan.take_changes():
+                ago = (time.monotonic_ns() - change.when_ns) / 1e9
+                self._console.note(f"{ago:.1f} s ago: {change}")
 
     def _finish(self, num_tokens: int) -> str:
         if self._stop:

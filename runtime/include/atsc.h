@@ -50,6 +50,12 @@ typedef struct atsc_message {
 } atsc_message;
 
 enum {
+  ATSC_TRANSFER_LOAD_AWARE = 0, /* promotions follow the speeds that rounds show */
+  ATSC_TRANSFER_STATIC = 1,     /* chosen once, from the speeds that the plan was compiled with */
+  ATSC_TRANSFER_NONE = 2        /* long rounds stream the CPU's weights, others promote nothing */
+};
+
+enum {
   ATSC_WEIGHTS_MAP = 0, /* memory-mapped: pages come from the file when they are needed */
   ATSC_WEIGHTS_READ = 1 /* read into memory, each unit compared with its checksum */
 };
@@ -71,6 +77,9 @@ typedef struct atsc_plan_options {
   int32_t num_units;        /* entries of on_device; 0: the plan's own placement */
   const uint8_t* on_device; /* a byte for each of the plan's units: not 0 if it shall live on the GPU */
   const struct atsc_virtual_device* virtual_device; /* how the virtual device behaves; NULL: well */
+  int32_t transfer;         /* ATSC_TRANSFER_*: which of the CPU's weights a round copies to the GPU */
+  double drift_threshold;   /* choose again when speeds are off by more than this share; 0: 0.15 */
+  double reschedule_interval; /* but not sooner than after so many recent rounds; 0: 5 */
 } atsc_plan_options;
 
 /* The device of plans compiled with --target virtual: host memory that plays a GPU, for tests. */
@@ -176,7 +185,7 @@ enum {
   ATSC_TRACK_CPU_WAIT = 1,    /* before it, for the GPU */
   ATSC_TRACK_DEVICE = 2,      /* run `index` of the GPU */
   ATSC_TRACK_DEVICE_WAIT = 3, /* for the weights of unit `index` */
-  ATSC_TRACK_COPY = 4         /* of unit `index` to the GPU; begins when the copy before it ends */
+  ATSC_TRACK_COPY = 4         /* of unit `index` to the GPU */
 };
 
 typedef struct atsc_event {
@@ -198,6 +207,23 @@ typedef struct atsc_round {
   int64_t num_events; /* all of them between its begin and its end */
   const atsc_event* events;
 } atsc_round;
+
+enum { ATSC_ROUND_DECODE = 0, ATSC_ROUND_PREFILL = 1 };
+#define ATSC_REASON_BYTES 128
+
+/* A new choice of the units that rounds copy to the GPU and run there. */
+typedef struct atsc_change {
+  size_t struct_size;
+  int64_t when_ns;         /* on the clock of events; 0: no change */
+  int32_t kind;            /* ATSC_ROUND_*: of rounds with few tokens, or with many */
+  int32_t num_promoted;    /* units */
+  uint64_t promoted_bytes; /* that each round copies */
+  int64_t before_ns;       /* a round with the choice before, as predicted at that moment */
+  int64_t after_ns;        /* with this one */
+  int64_t adoption_ns;     /* that the swap took of the rounds' thread */
+  int64_t build_ns;        /* beside rounds: choosing, and making the round ready */
+  char reason[ATSC_REASON_BYTES];
+} atsc_change;
 
 typedef struct atsc_api {
   size_t struct_size;
@@ -258,7 +284,8 @@ typedef struct atsc_api {
 
   /* Change how the virtual device behaves, also while rounds run: `what` is "link" (bytes/s each
    * way), "slowdown" (factor of all kernels), "kernel NAME" (least ns of kernels whose names begin
-   * so) or "fault NAME" (the next such launch fails). Any thread. */
+   * so), "cpu" (factor of what the CPU computes beside it) or "fault NAME" (the next such launch
+   * fails). Any thread. */
   atsc_status (*plan_script_device)(atsc_plan* plan, const char* what, double value,
                                     atsc_message* message);
 
@@ -273,6 +300,10 @@ typedef struct atsc_api {
   /* The oldest record that was not taken yet; its events are borrowed until the session's next call. */
   atsc_status (*session_take_round)(atsc_session* session, atsc_round* round,
                                     atsc_message* message);
+
+  /* The oldest change of promotions that was not taken yet; the plan keeps the latest thousand. The
+   * first choice of a kind is one, too. Any thread. */
+  atsc_status (*plan_take_change)(atsc_plan* plan, atsc_change* change, atsc_message* message);
 } atsc_api;
 
 /* The table of a version, or NULL if this library does not know it. */

@@ -269,6 +269,7 @@ constexpr atsc_api kApi = {
     session_next,        session_rewind,       session_cancel, session_save,
     session_restore,     plan_profile_unit,    plan_profile_link, plan_script_device,
     plan_get_events,     session_set_recording, session_take_round,
+    plan_take_change,
 };
 
 }  // namespace

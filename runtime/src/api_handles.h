@@ -43,7 +43,11 @@ struct atsc_plan {
     residency = std::make_unique<atsc::Residency>(
         atsc::kPlan, *opened.device, opened.placement, max_sessions,
         atsc::Residency::HostMemory{weights.data(), executor.arena()}, options.weights_path, pool);
-    hybrid = std::make_unique<atsc::HybridExecutor>(atsc::kPlan, *residency, executor, pool);
+    hybrid = std::make_unique<atsc::HybridExecutor>(
+        atsc::kPlan, *residency, executor, pool,
+        atsc::TransferOptions{static_cast<atsc::TransferMode>(options.transfer),
+                              options.drift_threshold > 0 ? options.drift_threshold : 0.15,
+                              options.reschedule_interval > 0 ? options.reschedule_interval : 5});
     if (!notice.empty() && !residency->notice().empty()) notice += "; ";
     notice += residency->notice();
   }

@@ -43,6 +43,17 @@ void check_options(const atsc_plan_options& options) {
     fail(ATSC_INVALID_ARGUMENT, "options.num_units is %d: the plan has %d", options.num_units,
          kPlan.num_units);
   }
+  if (options.transfer < ATSC_TRANSFER_LOAD_AWARE || options.transfer > ATSC_TRANSFER_NONE) {
+    fail(ATSC_INVALID_ARGUMENT, "options.transfer is %d: expected ATSC_TRANSFER_*",
+         options.transfer);
+  }
+  const auto check_amount = [](double amount, const char* name) {
+    if (amount >= 0 && amount < 1e9) return;
+    fail(ATSC_INVALID_ARGUMENT, "options.%s is %g: expected a number above 0, or 0 for the default",
+         name, amount);
+  };
+  check_amount(options.drift_threshold, "drift_threshold");
+  check_amount(options.reschedule_interval, "reschedule_interval");
   if (kPlan.abi_version != kAbiVersion) {
     fail(ATSC_PLAN_ERROR, "the plan's tables are of version %u, its runtime of version %u: "
                           "compile the model again", kPlan.abi_version, kAbiVersion);
@@ -214,6 +225,8 @@ atsc_status plan_script_device(atsc_plan* plan, const char* what, double value,
     const std::string name = text.substr(std::min(text.size(), text.find(' ') + 1));
     if (text == "link") {
       controls->set_link_rate(value, value);
+    } else if (text == "cpu") {
+      controls->set_host_slowdown(value);
     } else if (text == "slowdown") {
       controls->set_slowdown(value);
     } else if (text.starts_with("kernel ")) {
@@ -221,8 +234,15 @@ atsc_status plan_script_device(atsc_plan* plan, const char* what, double value,
     } else if (text.starts_with("fault ")) {
       controls->fail_kernel(name);
     } else {
-      fail(ATSC_INVALID_ARGUMENT, "%s: expected link, slowdown, kernel NAME or fault NAME", what);
+      fail(ATSC_INVALID_ARGUMENT, "%s: expected link, slowdown, cpu, kernel NAME or fault NAME", what);
     }
+  });
+}
+
+atsc_status plan_take_change(atsc_plan* plan, atsc_change* change, atsc_message* message) {
+  return guard(message, [&] {
+    HybridExecutor* const hybrid = present(plan, "plan").hybrid.get();
+    write_struct(change, hybrid != nullptr ? hybrid->take_change() : atsc_change{}, "change");
   });
 }
 

@@ -14,5 +14,6 @@ atsc_status plan_script_device(atsc_plan* plan, const char* what, double value,
                                atsc_message* message);
 atsc_status plan_get_events(atsc_plan* plan, atsc_event* events, int64_t room, int64_t* count,
                             atsc_message* message);
+atsc_status plan_take_change(atsc_plan* plan, atsc_change* change, atsc_message* message);
 
 }  // namespace atsc

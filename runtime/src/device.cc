@@ -238,6 +238,10 @@ void Executable::wait() {
 }
 
 void Executable::finish() noexcept {
+  {
+    const std::lock_guard lock(release_mutex_);
+    if (!is_running_) return;  // another round may run, which is none of our business
+  }
   release();
   try {
     wait();

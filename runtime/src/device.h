@@ -370,6 +370,10 @@ class Device {
   // Measures anew with each call, while no round runs.
   virtual int64_t clock_offset_ns() = 0;
 
+  // Waits until what the host began at that moment has taken as long as a test wants. Only the
+  // virtual device does.
+  virtual void slow_down_host(int64_t begin_ns) const { (void)begin_ns; }
+
   // Aborts with node and operand if a CPU kernel was handed a device address. Only the virtual
   // device can tell for certain; free on the others.
   virtual void check_host_args(const char* node, const KernelArgs& args) const {

@@ -96,6 +96,13 @@ class VirtualGpu final : public VirtualDevice {
   }
   void set_kernel_ns(const std::string& prefix, int64_t ns) override;
   void set_slowdown(double factor) override { slowdown_ = std::max(factor, 1.0); }
+  void set_host_slowdown(double factor) override { host_slowdown_ = std::max(factor, 1.0); }
+  void slow_down_host(int64_t begin_ns) const override {
+    const double factor = host_slowdown_.load(std::memory_order_relaxed);
+    if (factor <= 1) return;
+    const auto taken_ns = static_cast<double>(now_ns() - begin_ns);
+    sleep_until(begin_ns + static_cast<int64_t>(taken_ns * factor));
+  }
   void fail_kernel(const std::string& prefix) override;
 
  private:
@@ -120,7 +127,7 @@ class VirtualGpu final : public VirtualDevice {
   const VirtualOptions options_;
   VirtualMemory memory_;
   Link to_device_, to_host_;
-  std::atomic<double> slowdown_{1};
+  std::atomic<double> slowdown_{1}, host_slowdown_{1};
 
   std::mutex scripts_mutex_;
   std::map<std::string, int64_t> kernel_ns_;

@@ -35,6 +35,8 @@ class VirtualControls {
   virtual void set_kernel_ns(const std::string& prefix, int64_t ns) = 0;
   // Multiplies the time of each launch, that of set_kernel_ns too; at least 1.
   virtual void set_slowdown(double factor) = 0;
+  // Multiplies the time of each segment that the host computes beside the device; at least 1.
+  virtual void set_host_slowdown(double factor) = 0;
   // The next launch of such a kernel faults, as if it had read outside of memory.
   virtual void fail_kernel(const std::string& prefix) = 0;
 };

@@ -50,7 +50,7 @@ const CpuKernel* Executor::kernel_of(const NodeEntry& node, Amount amount) {
       // A level that repeats the one below has no kernel of its own, and this CPU may lack that one.
       if (kernels[level] == nullptr) continue;
       if (level > 0 && kernels[level] == kernels[level - 1]) break;
-      highest_isa_level_ = std::max(highest_isa_level_, level);
+      if (level > highest_isa_level_) highest_isa_level_ = level;  // by the constructor, for all
       return kernels[level];
     }
   }
@@ -178,6 +178,7 @@ Executor::Program& Executor::program_for(const Round& round) {
 
 std::unique_ptr<Executor::Program> Executor::compile(int64_t num_tokens, int64_t num_logit_rows,
                                                      const Splits& splits) {
+  const std::lock_guard lock(compile_mutex_);
   return std::make_unique<Program>(
       make_program(amount_of(num_tokens), amount_of(num_logit_rows), &splits));
 }

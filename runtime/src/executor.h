@@ -19,6 +19,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "platform.h"
@@ -79,7 +80,7 @@ class Executor {
   // is given and the round was whole.
   bool run(const Round& round, std::vector<StepTime>* times = nullptr);
 
-  // The host's part of a round of so many rows.
+  // The host's part of a round of so many rows. Any thread, also while a round runs.
   std::unique_ptr<Program> compile(int64_t num_tokens, int64_t num_logit_rows,
                                    const Splits& splits);
   // Before its segments: puts the round's numbers into the program.
@@ -129,6 +130,7 @@ class Executor {
   Pool& pool_;
   size_t private_stride_;
   platform::Mapping arena_, private_arenas_, token_ids_, logit_rows_;
+  std::mutex compile_mutex_;  // guards the scratch that programs share
   std::vector<platform::Mapping> scratch_memory_;
   std::vector<Scratch> scratch_;
   std::unique_ptr<Program> programs_[3][3];

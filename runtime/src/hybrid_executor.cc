@@ -9,6 +9,7 @@ namespace atsc {
 namespace {
 
 constexpr size_t kPreparedOfSession = 2, kPreparedBesides = 2;  // chunks, the rests of prompts
+constexpr int64_t kPauseAfterFailureNs = 60'000'000'000;  // no memory for a new round
 
 }  // namespace
 
@@ -41,14 +42,16 @@ class HybridExecutor::Running {
 };
 
 HybridExecutor::HybridExecutor(const Plan& plan, Residency& residency, Executor& executor,
-                               Pool& pool)
+                               Pool& pool, const TransferOptions& options)
     : plan_(plan),
       residency_(residency),
       executor_(executor),
       pool_(pool),
       most_prepared_(kPreparedBesides +
                      kPreparedOfSession * static_cast<size_t>(residency.num_places())),
-      clock_offset_ns_(residency.device().clock_offset_ns()) {}
+      clock_offset_ns_(residency.device().clock_offset_ns()),
+      policy_(plan, residency, options),
+      maker_(plan, residency, executor, policy_) {}
 
 void HybridExecutor::cancel(const std::atomic<bool>& cancelled) {
   const std::lock_guard lock(mutex_);
@@ -58,55 +61,89 @@ void HybridExecutor::cancel(const std::atomic<bool>& cancelled) {
 }
 
 void HybridExecutor::forget(const SessionPlace& place) {
-  std::erase_if(prepared_, [&](const auto& known) { return known->place == place.index; });
+  maker_.drop_orders();
+  std::erase_if(prepared_, [&](const auto& known) { return known->place == &place; });
 }
 
-HybridExecutor::Prepared& HybridExecutor::prepare(const Round& round, const SessionPlace& place) {
-  for (const auto& known : prepared_) {
-    if (known->place != place.index || known->num_tokens != round.num_tokens ||
-        known->num_logit_rows != round.num_logit_rows) {
-      continue;
-    }
+HybridRound* HybridExecutor::find(const RoundShape& shape, const SessionPlace& place) {
+  const auto found = std::ranges::find_if(prepared_, [&](const auto& known) {
+    return known->place == &place && known->shape == shape;
+  });
+  return found == prepared_.end() ? nullptr : found->get();
+}
+
+HybridRound& HybridExecutor::prepare(const RoundShape& shape, const SessionPlace& place) {
+  if (HybridRound* known = find(shape, place)) {
     known->last_used = num_rounds_;
+    const TransferPolicy::Adopted& adopted = policy_.choice_of(shape);
+    if (known->version != adopted.version) {  // another session's round brought the new choice
+      maker_.submit({.place = &place, .shape = shape, .question = {}, .choice = adopted.choice,
+                     .version = adopted.version});
+    }
     return *known;
   }
   if (prepared_.size() >= most_prepared_) {
-    prepared_.erase(std::ranges::min_element(prepared_, {}, [](const auto& known) {
+    const auto oldest = std::ranges::min_element(prepared_, {}, [](const auto& known) {
       return known->last_used;
-    }));
+    });
+    maker_.discard(std::move(*oldest));
+    prepared_.erase(oldest);
   }
-  auto made = std::make_unique<Prepared>();
-  made->place = place.index;
-  made->num_tokens = round.num_tokens;
-  made->num_logit_rows = round.num_logit_rows;
-  made->last_used = num_rounds_;
-  made->round = build_round(plan_, residency_, place, round.num_tokens, round.num_logit_rows,
-                            choice_for(round));
-  made->program = executor_.compile(round.num_tokens, round.num_logit_rows, made->round.splits);
-  if (!made->round.splits.runs.empty()) {
-    made->executable = build(made->round.commands, round.num_tokens <= kFewRows);
-  }
-  prepared_.push_back(std::move(made));
+  prepared_.push_back(make(shape, place));
+  prepared_.back()->last_used = num_rounds_;
   return *prepared_.back();
 }
 
-Choice HybridExecutor::choice_for(const Round& round) const {
-  const int64_t stream_from = plan_.device.stream_from_rows;
-  if (stream_from <= 0 || round.num_tokens < stream_from) return {};
-  return streaming_choice(plan_, residency_, round.num_logit_rows >= stream_from);
-}
-
-std::unique_ptr<Executable> HybridExecutor::build(const CommandList& commands, bool few_rows) {
-  Device& device = residency_.device();
-  if (few_rows) {
+std::unique_ptr<HybridRound> HybridExecutor::make(const RoundShape& shape,
+                                                  const SessionPlace& place) {
+  const TransferPolicy::Adopted adopted = policy_.choice_of(shape);
+  const auto make_it = [&](BuildMode mode) {
+    return maker_.make(place, shape, adopted.choice, adopted.version, mode);
+  };
+  if (shape.num_tokens <= kFewRows) {
     try {
-      return device.build(commands, BuildMode::kGraph);
+      return make_it(BuildMode::kGraph);
     } catch (const Failure& failure) {
       if (failure.status != ATSC_DEVICE_ERROR) throw;
       prepared_.clear();  // graphs hold device memory; launches hold none
+      maker_.free_all();
     }
   }
-  return device.build(commands, BuildMode::kLaunches);
+  return make_it(BuildMode::kLaunches);
+}
+
+// Between two rounds: what the other thread has made takes the place of what is there.
+void HybridExecutor::adopt_what_is_ready() {
+  const int64_t begin_ns = platform::now_ns();
+  std::optional<RoundMaker::Result> result = maker_.take();
+  if (!result) return;
+  const RoundMaker::Order& order = result->order;
+  if (result->round) {
+    result->round->last_used = num_rounds_;
+    const auto known = std::ranges::find_if(prepared_, [&](const auto& round) {
+      return round->place == order.place && round->shape == order.shape;
+    });
+    if (known != prepared_.end()) {
+      std::swap(*known, result->round);
+      maker_.discard(std::move(result->round));
+    } else {
+      maker_.discard(std::move(result->round));
+    }
+  }
+  if (!order.question) return;
+  const bool is_adopted = result->answer.is_worthwhile && !result->has_failed;
+  policy_.settle(*order.question, is_adopted ? &result->answer : nullptr,
+                 platform::now_ns() - begin_ns, result->taken_ns,
+                 result->has_failed ? kPauseAfterFailureNs : 0);
+}
+
+void HybridExecutor::look_at_speeds(const HybridRound& round) {
+  policy_.observe(round.shape, record_, round.built.splits);
+  std::optional<TransferPolicy::Question> question = policy_.due(round.shape, record_.end_ns);
+  if (!question) return;
+  const int version = question->version;
+  maker_.submit({.place = round.place, .shape = round.shape, .question = std::move(question),
+                 .choice = {}, .version = version});
 }
 
 void HybridExecutor::write_numbers(const Round& round) {
@@ -127,15 +164,29 @@ void HybridExecutor::write_numbers(const Round& round) {
 bool HybridExecutor::run(const Round& round, const SessionPlace& place) {
   if (round.cancelled->load(std::memory_order_relaxed)) return false;
   ++num_rounds_;
-  Prepared& prepared = prepare(round, place);
+  adopt_what_is_ready();
+  HybridRound& prepared = prepare({round.num_tokens, round.num_logit_rows}, place);
   executor_.bind(*prepared.program, round);
   for (const Executor::Instruction& instruction : prepared.program->instructions) {
     residency_.device().check_host_args(instruction.node->name, instruction.args);
   }
   record_ = {};
   record_.begin_ns = platform::now_ns();
-  if (!prepared.executable) return run_segments(prepared, round);
+  if (!prepared.executable) {
+    const bool is_whole = run_segments(prepared, round);
+    record_.end_ns = platform::now_ns();
+    if (is_whole) look_at_speeds(prepared);
+    return is_whole;
+  }
   write_numbers(round);
+  if (!run_whole(prepared, round)) return false;
+  take_stamps(prepared);
+  look_at_speeds(prepared);
+  return true;
+}
+
+// False: cancelled.
+bool HybridExecutor::run_whole(HybridRound& prepared, const Round& round) {
   Executable& executable = *prepared.executable;
   Running running(*this, executable, *round.cancelled);
   bool is_whole = false;
@@ -154,14 +205,12 @@ bool HybridExecutor::run(const Round& round, const SessionPlace& place) {
   if (!is_whole) executable.release();
   executable.wait();
   record_.end_ns = platform::now_ns();
-  if (running.end() || !is_whole) return false;
-  take_stamps(prepared);
-  return true;
+  return !running.end() && is_whole;
 }
 
 // False: cancelled.
-bool HybridExecutor::run_segments(Prepared& prepared, const Round& round) {
-  const std::vector<HostSegment>& segments = prepared.round.splits.segments;
+bool HybridExecutor::run_segments(HybridRound& prepared, const Round& round) {
+  const std::vector<HostSegment>& segments = prepared.built.splits.segments;
   for (size_t index = 0; index < segments.size(); ++index) {
     const int64_t wait_ns = platform::now_ns();
     const auto run = static_cast<uint32_t>(segments[index].await_run);
@@ -169,6 +218,7 @@ bool HybridExecutor::run_segments(Prepared& prepared, const Round& round) {
     const int64_t begin_ns = platform::now_ns();
     const int number = static_cast<int>(index);
     if (!executor_.run_segment(*prepared.program, number, *round.cancelled)) return false;
+    residency_.device().slow_down_host(begin_ns);
     if (prepared.executable) {
       prepared.executable->raise(kFlagFromHost, static_cast<uint32_t>(index + 1));
     }
@@ -179,9 +229,9 @@ bool HybridExecutor::run_segments(Prepared& prepared, const Round& round) {
   return true;
 }
 
-void HybridExecutor::take_stamps(const Prepared& prepared) {
+void HybridExecutor::take_stamps(const HybridRound& prepared) {
   const auto at = [&](int stamp) { return prepared.executable->stamp(stamp) + clock_offset_ns_; };
-  const BuiltRound& round = prepared.round;
+  const BuiltRound& round = prepared.built;
   for (size_t run = 0; run < round.begin_stamps.size(); ++run) {
     const int64_t before = record_.runs.empty() ? at(0) : record_.runs.back().end_ns;
     const int begin = round.begin_stamps[run];
@@ -189,9 +239,13 @@ void HybridExecutor::take_stamps(const Prepared& prepared) {
     record_.runs.push_back({begin == kNoStamp ? before : at(begin), at(round.end_stamps[run]),
                             steps.front().node, steps.back().node});
   }
+  int64_t before_ns = at(0);
   for (const PromotionStamps& stamps : round.promotion_stamps) {
-    record_.copies.push_back(
-        {stamps.unit, at(stamps.copied), at(stamps.wait), at(stamps.ready)});
+    const int64_t begin_ns = stamps.begin == kNoStamp ? before_ns : at(stamps.begin);
+    const int64_t copied_ns = at(stamps.copied);
+    record_.copies.push_back({stamps.unit, std::max(begin_ns, before_ns), copied_ns,
+                              at(stamps.wait), at(stamps.ready)});
+    before_ns = copied_ns;
   }
 }
 

@@ -6,8 +6,11 @@
 // again: positions, tokens and row numbers are read from memory.
 //
 //     few rows     a graph (2 ms to build, then 1 us a node)
-//     many rows    launches; from DeviceEntry::stream_from_rows on, the host's weights stream through
-//                  the slots and nearly everything runs on the device
+//     many rows    launches
+//
+// What is promoted says the policy (transfer_policy.h). When it changes its mind, the round that is
+// there runs on while the next is made on another thread (round_maker.h), and is swapped for it
+// between two rounds.
 //
 // Source: ATSInfer 4.2.2 and 4.3.
 #pragma once
@@ -21,34 +24,16 @@
 #include "executor.h"
 #include "residency.h"
 #include "round_builder.h"
+#include "round_maker.h"
+#include "transfer_policy.h"
 
 namespace atsc {
-
-// When the parts of the latest round ran, on the host's clock.
-struct RoundRecord {
-  struct Segment {
-    int64_t wait_ns, begin_ns, end_ns;  // wait: when it began to wait for the device
-    int first_node, last_node;
-  };
-  struct Run {
-    int64_t begin_ns, end_ns;
-    int first_node, last_node;
-  };
-  struct Copy {
-    int unit;
-    int64_t copied_ns;           // the copies before it were over by then, too
-    int64_t wait_ns, ready_ns;   // their difference is the exposed wait
-  };
-  int64_t begin_ns = 0, end_ns = 0;
-  std::vector<Segment> segments;
-  std::vector<Run> runs;
-  std::vector<Copy> copies;
-};
 
 class HybridExecutor {
  public:
   // `residency` is loaded, with the arena of `executor`.
-  HybridExecutor(const Plan& plan, Residency& residency, Executor& executor, Pool& pool);
+  HybridExecutor(const Plan& plan, Residency& residency, Executor& executor, Pool& pool,
+                 const TransferOptions& options = {});
 
   // `place` is the session's. False: cancelled; the caches then hold part of the round. Raises
   // Failure if the device fails.
@@ -63,23 +48,21 @@ class HybridExecutor {
   // Empty after a round that was not whole. While no round runs.
   const RoundRecord& latest() const { return record_; }
 
+  // The oldest change of promotions that was not taken yet; when_ns 0: there is none. Any thread.
+  atsc_change take_change() { return policy_.take_change(); }
+
  private:
-  struct Prepared {
-    int place;
-    int64_t num_tokens, num_logit_rows;
-    BuiltRound round;
-    std::unique_ptr<Executor::Program> program;
-    std::unique_ptr<Executable> executable;  // null: the host does everything
-    uint64_t last_used;
-  };
   class Running;
 
-  Prepared& prepare(const Round& round, const SessionPlace& place);
-  Choice choice_for(const Round& round) const;
-  std::unique_ptr<Executable> build(const CommandList& commands, bool few_rows);
+  HybridRound& prepare(const RoundShape& shape, const SessionPlace& place);
+  std::unique_ptr<HybridRound> make(const RoundShape& shape, const SessionPlace& place);
+  HybridRound* find(const RoundShape& shape, const SessionPlace& place);
+  void adopt_what_is_ready();
+  void look_at_speeds(const HybridRound& round);
   void write_numbers(const Round& round);
-  bool run_segments(Prepared& prepared, const Round& round);
-  void take_stamps(const Prepared& prepared);
+  bool run_whole(HybridRound& prepared, const Round& round);
+  bool run_segments(HybridRound& prepared, const Round& round);
+  void take_stamps(const HybridRound& prepared);
 
   const Plan& plan_;
   Residency& residency_;
@@ -87,7 +70,9 @@ class HybridExecutor {
   Pool& pool_;
   const size_t most_prepared_;
   const int64_t clock_offset_ns_;
-  std::vector<std::unique_ptr<Prepared>> prepared_;
+  TransferPolicy policy_;
+  RoundMaker maker_;
+  std::vector<std::unique_ptr<HybridRound>> prepared_;
   uint64_t num_rounds_ = 0;
   RoundRecord record_;
 

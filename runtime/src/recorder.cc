@@ -75,12 +75,10 @@ std::vector<atsc_event> events_of(const Plan& plan, const RoundRecord& record) {
     events.push_back({ATSC_TRACK_DEVICE, index++, run.begin_ns, run.end_ns,
                       name_of(plan, run.first_node), name_of(plan, run.last_node)});
   }
-  int64_t before = record.begin_ns;
   for (const auto& copy : record.copies) {
-    events.push_back({ATSC_TRACK_COPY, copy.unit, before, copy.copied_ns, nullptr, nullptr});
+    events.push_back({ATSC_TRACK_COPY, copy.unit, copy.begin_ns, copy.copied_ns, nullptr, nullptr});
     events.push_back(
         {ATSC_TRACK_DEVICE_WAIT, copy.unit, copy.wait_ns, copy.ready_ns, nullptr, nullptr});
-    before = copy.copied_ns;
   }
   return events;
 }

@@ -94,11 +94,14 @@ class Builder {
       if (promotion.not_before >= 0) {
         list().wait_for(Branch::kCopy, list().record(Branch::kCompute));
       }
+      const bool may_wait = slot.freed != kNoPoint || promotion.not_before >= 0;
+      const int begin = may_wait ? next_stamp_++ : kNoStamp;
+      if (may_wait) list().stamp(Branch::kCopy, begin);
       const UnitEntry& unit = plan_.units[promotion.unit];
       list().copy_to_device(Branch::kCopy, residency_.slot(promotion.slot),
                             residency_.weights() + unit.offset, unit.bytes);
       made_.promotion_stamps.push_back(
-          {promotion.unit, next_stamp_, next_stamp_ + 1, next_stamp_ + 2});
+          {promotion.unit, begin, next_stamp_, next_stamp_ + 1, next_stamp_ + 2});
       list().stamp(Branch::kCopy, next_stamp_);
       next_stamp_ += 3;
       copied_[promotion.unit] = list().record(Branch::kCopy);

@@ -25,10 +25,11 @@ using Choice = std::vector<Promotion>;
 inline constexpr int kFlagFromHost = 0;    // value: segments that are over
 inline constexpr int kFlagFromDevice = 1;  // value: runs that are over
 
-// Stamps of one promotion: its copy was over; the device began to wait for it, and went on.
+// Stamps of one promotion: its copy began (kNoStamp: as soon as the one before was over) and was
+// over; the device began to wait for it, and went on.
 struct PromotionStamps {
   int unit;
-  int copied, wait, ready;
+  int begin, copied, wait, ready;
 };
 
 struct BuiltRound {

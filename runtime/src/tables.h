@@ -128,6 +128,7 @@ struct DeviceEntry {
   int32_t num_modules, num_rungs;
   const ModuleEntry* modules;
   const RungEntry* rungs;          // ascending required_bytes; the first needs the least
+  double cpu_share = 1;            // the CPU's speed beside copies to the device
 };
 
 struct Plan {

@@ -13,6 +13,27 @@ TransferSchedule TransferScheduler::schedule(std::span<const TransferUnit> units
   return answer();
 }
 
+// The time of the round with a choice.
+template <class IsPromoted>
+int64_t TransferScheduler::follow(IsPromoted&& is_promoted) const {
+  Label label;
+  for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit) {
+    if (promotable_[unit] && is_promoted(unit)) {
+      promote(label, unit);
+    } else {
+      run_at_home(label, unit);
+    }
+  }
+  return label.now_ns;
+}
+
+int64_t TransferScheduler::predict(std::span<const TransferUnit> units,
+                                   const TransferMachine& machine,
+                                   std::span<const uint8_t> promoted) {
+  prepare(units, machine);
+  return follow([&](int unit) { return promoted[static_cast<size_t>(unit)] != 0; });
+}
+
 void TransferScheduler::prepare(std::span<const TransferUnit> units,
                                 const TransferMachine& machine) {
   units_ = units;
@@ -231,20 +252,6 @@ int64_t TransferScheduler::possible_delay_ns(const Label& label, int unit) const
   const double delay_ns =
       std::min(since_ns * (1 / cpu_share_ - 1), copies_ns * (1 - cpu_share_));
   return static_cast<int64_t>(delay_ns) + 1 + unit - label.mark_unit;
-}
-
-// The time of the round with a choice.
-template <class IsPromoted>
-int64_t TransferScheduler::follow(IsPromoted&& is_promoted) const {
-  Label label;
-  for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit) {
-    if (promotable_[unit] && is_promoted(unit)) {
-      promote(label, unit);
-    } else {
-      run_at_home(label, unit);
-    }
-  }
-  return label.now_ns;
 }
 
 // The best label's choice, or all or nothing, which the limit may have lost.

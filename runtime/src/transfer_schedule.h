@@ -70,6 +70,10 @@ class TransferScheduler {
   // Deterministic: the same input has the same result.
   TransferSchedule schedule(std::span<const TransferUnit> units, const TransferMachine& machine);
 
+  // The time of a round in which these units are promoted, a byte each; what cannot be is not.
+  int64_t predict(std::span<const TransferUnit> units, const TransferMachine& machine,
+                  std::span<const uint8_t> promoted);
+
  private:
   struct Use {
     int64_t copied_ns = 0, finished_ns = 0;

@@ -1,0 +1,206 @@
+#include "load_monitor.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace atsc {
+namespace {
+
+constexpr double kMostShare = 16;        // a unit's own factor, and its inverse
+constexpr double kLearningRate = 0.05;   // of those
+constexpr double kMostDrift = 1000;
+constexpr double kLatestRound = 0.2;     // its weight in the recent time of a round
+
+double length(int64_t begin_ns, int64_t end_ns) {
+  return static_cast<double>(std::max<int64_t>(end_ns - begin_ns, 0));
+}
+
+double common(int64_t begin_ns, int64_t end_ns, int64_t other_begin_ns, int64_t other_end_ns) {
+  return length(std::max(begin_ns, other_begin_ns), std::min(end_ns, other_end_ns));
+}
+
+}  // namespace
+
+void Drift::observe(double ratio, int64_t now_ns) {
+  if (!std::isfinite(ratio) || ratio <= 0) return;
+  ratio = std::clamp(ratio, 1 / kMostDrift, kMostDrift);
+  if (now_ns - seen_ns_ > memory_ns_ && seen_ns_ > 0 && mean_ != 1) {
+    // It was forgotten and comes back: was that worth the trial?
+    const bool is_as_it_was = std::abs(ratio / mean_ - 1) < std::abs(ratio - 1);
+    memory_ns_ = is_as_it_was ? std::min(2 * memory_ns_, kMostMemoryNs) : kMemoryNs;
+    mean_ = 1;
+    count_ = kFirstCount;
+    far_.clear();
+  }
+  seen_ns_ = now_ns;
+  const double most = mean_ * (1 + threshold_), least = mean_ / (1 + threshold_);
+  if (ratio <= most && ratio >= least) {
+    far_.clear();
+  } else {
+    if (!far_.empty() && (far_.front() > mean_) != (ratio > mean_)) far_.clear();
+    far_.push_back(ratio);
+    if (far_.size() == kChangeCount) return begin_anew();
+  }
+  const double reach = 1 + 2 * threshold_;
+  mean_ += (std::clamp(ratio, mean_ / reach, mean_ * reach) - mean_) / (count_ + 1);
+  count_ = std::min(count_ + 1, kMostCount);
+}
+
+// The samples of a change; the largest and the smallest say least.
+void Drift::begin_anew() {
+  std::ranges::sort(far_);
+  mean_ = (far_[1] + far_[2]) / 2;
+  count_ = kFirstCount;
+  far_.clear();
+}
+
+double Drift::at(int64_t now_ns) const {
+  return seen_ns_ > 0 && now_ns - seen_ns_ > memory_ns_ ? 1 : mean_;
+}
+
+LoadMonitor::LoadMonitor(const Plan& plan, const TransferModel& model, double threshold)
+    : plan_(plan),
+      model_(model),
+      cpu_(threshold),
+      gpu_(threshold),
+      link_(threshold),
+      hand_off_(threshold),
+      cpu_shares_(static_cast<size_t>(plan.num_units), 1),
+      gpu_shares_(static_cast<size_t>(plan.num_units), 1) {}
+
+void LoadMonitor::observe(const RoundShape& shape, const RoundRecord& record,
+                          const Splits& splits) {
+  const int64_t round_ns = record.end_ns - record.begin_ns;
+  const auto change_ns = static_cast<double>(round_ns - recent_round_ns_) * kLatestRound;
+  recent_round_ns_ = recent_round_ns_ == 0 ? round_ns
+                                           : recent_round_ns_ + static_cast<int64_t>(change_ns);
+  clock_ns_ += std::max<int64_t>(round_ns, 0);
+  observe_cpu(shape, record, splits);
+  observe_gpu(shape, record, splits);
+  observe_link(record);
+  observe_hand_offs(record, splits);
+  ++num_learned_;
+}
+
+void LoadMonitor::observe_cpu(const RoundShape& shape, const RoundRecord& record,
+                              const Splits& splits) {
+  std::vector<Part> parts;
+  for (size_t index = 0; index < record.segments.size(); ++index) {
+    const RoundRecord::Segment& segment = record.segments[index];
+    Part part;
+    part.taken_ns = length(segment.begin_ns, segment.end_ns);
+    double beside_ns = 0;
+    for (const RoundRecord::Copy& copy : record.copies) {
+      beside_ns += common(segment.begin_ns, segment.end_ns, copy.begin_ns, copy.copied_ns);
+    }
+    part.taken_ns -= std::min(beside_ns, part.taken_ns) * (1 - model_.cpu_share());
+    for (const int node : splits.segments[index].nodes) {
+      const int unit = model_.unit_timed_at(node);
+      if (unit < 0) continue;
+      part.units.push_back(unit);
+      part.expected_ns +=
+          model_.times(unit, shape).cpu_ns * cpu_shares_[static_cast<size_t>(unit)];
+    }
+    parts.push_back(std::move(part));
+  }
+  learn(parts, cpu_shares_, cpu_);
+}
+
+void LoadMonitor::observe_gpu(const RoundShape& shape, const RoundRecord& record,
+                              const Splits& splits) {
+  std::vector<Part> parts;
+  for (size_t index = 0; index < record.runs.size(); ++index) {
+    const RoundRecord::Run& run = record.runs[index];
+    Part part;
+    part.taken_ns = length(run.begin_ns, run.end_ns);
+    for (const RoundRecord::Copy& copy : record.copies) {
+      part.taken_ns -= common(run.begin_ns, run.end_ns, copy.wait_ns, copy.ready_ns);
+    }
+    for (const DeviceStep& step : splits.runs[index].steps) {
+      const int unit = model_.unit_timed_at(step.node);
+      if (unit < 0) continue;
+      part.units.push_back(unit);
+      part.expected_ns +=
+          model_.times(unit, shape).gpu_ns * gpu_shares_[static_cast<size_t>(unit)];
+    }
+    parts.push_back(std::move(part));
+  }
+  learn(parts, gpu_shares_, gpu_);
+}
+
+// The side's drift from all parts; from what each differs from it, its units' own factors.
+void LoadMonitor::learn(const std::vector<Part>& parts, std::vector<double>& shares, Drift& drift) {
+  double taken_ns = 0, expected_ns = 0;
+  for (const Part& part : parts) {
+    if (part.expected_ns <= 0) continue;
+    taken_ns += part.taken_ns;
+    expected_ns += part.expected_ns;
+  }
+  if (expected_ns <= 0 || taken_ns <= 0) return;
+  const double ratio = taken_ns / expected_ns;
+  drift.observe(ratio, clock_ns_);
+  const double rate = std::max(kLearningRate, 1.0 / (num_learned_ + 2));
+  for (const Part& part : parts) {
+    if (part.expected_ns <= 0 || part.taken_ns <= 0) continue;
+    const double own = std::clamp(part.taken_ns / part.expected_ns / ratio, 0.5, 2.0);
+    for (const int unit : part.units) {
+      double& share = shares[static_cast<size_t>(unit)];
+      share = std::clamp(share * (1 + rate * (own - 1)), 1 / kMostShare, kMostShare);
+    }
+  }
+}
+
+void LoadMonitor::observe_link(const RoundRecord& record) {
+  double taken_ns = 0, expected_ns = 0;
+  for (const RoundRecord::Copy& copy : record.copies) {
+    taken_ns += length(copy.begin_ns, copy.copied_ns);
+    expected_ns += model_.transfer_ns(copy.unit);
+  }
+  if (expected_ns > 0) link_.observe(taken_ns / expected_ns, clock_ns_);
+}
+
+// From the end of one side's part to the begin of the other's that it was waiting for. The clocks'
+// difference is known to microseconds, and its error goes into both directions with opposite signs.
+void LoadMonitor::observe_hand_offs(const RoundRecord& record, const Splits& splits) {
+  double to_host_ns = 0, to_device_ns = 0;
+  int num_to_host = 0, num_to_device = 0;
+  for (size_t index = 0; index < record.segments.size(); ++index) {
+    const int run = splits.segments[index].await_run;
+    if (run == 0) continue;
+    const RoundRecord::Segment& segment = record.segments[index];
+    const int64_t end_ns = record.runs[static_cast<size_t>(run) - 1].end_ns;
+    if (segment.wait_ns > end_ns) continue;
+    to_host_ns += static_cast<double>(segment.begin_ns - end_ns);
+    ++num_to_host;
+  }
+  for (size_t index = 0; index < record.runs.size(); ++index) {
+    const DeviceStep& first = splits.runs[index].steps.front();
+    if (first.wait_segment == 0 || first.pulls.empty()) continue;
+    const int64_t end_ns = record.segments[static_cast<size_t>(first.wait_segment) - 1].end_ns;
+    const int64_t begin_ns = record.runs[index].begin_ns;
+    const bool waited_for_copy = std::ranges::any_of(record.copies, [&](const auto& copy) {
+      return copy.ready_ns > end_ns && copy.ready_ns <= begin_ns;
+    });
+    if (waited_for_copy) continue;
+    to_device_ns += static_cast<double>(begin_ns - end_ns);
+    ++num_to_device;
+  }
+  const auto expected_ns = static_cast<double>(plan_.device.hand_off_ns);
+  if (num_to_host == 0 || num_to_device == 0 || expected_ns <= 0) return;
+  const double mean_ns = (to_host_ns / num_to_host + to_device_ns / num_to_device) / 2;
+  hand_off_.observe(mean_ns / expected_ns, clock_ns_);
+}
+
+Drifts LoadMonitor::drifts() const {
+  return {cpu_.at(clock_ns_), gpu_.at(clock_ns_), link_.at(clock_ns_), hand_off_.at(clock_ns_)};
+}
+
+Speeds LoadMonitor::speeds() const {
+  const Drifts now = drifts();
+  Speeds speeds{cpu_shares_, gpu_shares_, now.link, now.hand_off};
+  for (double& factor : speeds.cpu) factor *= now.cpu;
+  for (double& factor : speeds.gpu) factor *= now.gpu;
+  return speeds;
+}
+
+}  // namespace atsc

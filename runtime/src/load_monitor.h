@@ -1,0 +1,87 @@
+// How fast CPU, GPU and link are at present, from the records of rounds, as multiples of the plan's
+// times.
+//
+// A round says, for each side, what it took and what it should have taken: that ratio is the side's
+// drift. Where in a side the time went is said by its segments and runs: their units' shares change
+// slowly, and are kept where a unit does not run at present, which then follows its side's drift.
+// Waits for copies are no time of the GPU's, and what the CPU loses beside copies is none of its own.
+//
+// A drift is a running mean. A sample that is far off counts little, for a round may be held up by
+// anything; four in a row on the same side are a change, and the mean begins anew with them. A drift
+// that rounds have not shown for a while (no copies, no link) is forgotten, so that the plan's own time
+// is tried again: that is the probe. Where trying shows it is as it was, the next one comes later.
+//
+// Source: ATSInfer 4.4.3, Algorithm 3 (what it calls the profile that is updated at run time).
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "hybrid_round.h"
+#include "transfer_model.h"
+
+namespace atsc {
+
+class Drift {
+ public:
+  // `threshold`: what is far off, as a share.
+  explicit Drift(double threshold) : threshold_(threshold) {}
+
+  void observe(double ratio, int64_t now_ns);
+  double at(int64_t now_ns) const;  // 1: as the plan says
+
+ private:
+  void begin_anew();
+
+  const double threshold_;
+  double mean_ = 1;
+  int count_ = kFirstCount;
+  std::vector<double> far_;  // latest samples, all above or all below
+  int64_t seen_ns_ = 0;
+  int64_t memory_ns_ = kMemoryNs;
+
+  static constexpr int kFirstCount = 3;      // what the plan's times weigh, in rounds
+  static constexpr int kMostCount = 9;       // the next sample weighs a tenth
+  static constexpr size_t kChangeCount = 4;
+  static constexpr int64_t kMemoryNs = 10'000'000'000, kMostMemoryNs = 320'000'000'000;
+};
+
+// Of the drifts at one moment.
+struct Drifts {
+  double cpu = 1, gpu = 1, link = 1, hand_off = 1;
+};
+
+class LoadMonitor {
+ public:
+  LoadMonitor(const Plan& plan, const TransferModel& model, double threshold);
+
+  // A whole round of this shape.
+  void observe(const RoundShape& shape, const RoundRecord& record, const Splits& splits);
+
+  Drifts drifts() const;
+  Speeds speeds() const;
+  int64_t recent_round_ns() const { return recent_round_ns_; }  // 0: none yet
+
+ private:
+  // A segment or a run.
+  struct Part {
+    double taken_ns = 0, expected_ns = 0;
+    std::vector<int> units;
+  };
+
+  void observe_cpu(const RoundShape& shape, const RoundRecord& record, const Splits& splits);
+  void observe_gpu(const RoundShape& shape, const RoundRecord& record, const Splits& splits);
+  void observe_link(const RoundRecord& record);
+  void observe_hand_offs(const RoundRecord& record, const Splits& splits);
+  void learn(const std::vector<Part>& parts, std::vector<double>& shares, Drift& drift);
+
+  const Plan& plan_;
+  const TransferModel& model_;
+  Drift cpu_, gpu_, link_, hand_off_;
+  std::vector<double> cpu_shares_, gpu_shares_;  // of a unit: its own factor besides the drift
+  int num_learned_ = 0;
+  int64_t recent_round_ns_ = 0;
+  int64_t clock_ns_ = 1;  // of the drifts: time in rounds, so that a pause makes nobody forget
+};
+
+}  // namespace atsc

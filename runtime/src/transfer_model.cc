@@ -1,0 +1,168 @@
+#include "transfer_model.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace atsc {
+namespace {
+
+bool reads_own_weights(const DeviceShare& share, const NodeEntry& node) {
+  return std::ranges::any_of(node.in, [&](const Operand& in) {
+    return in.kind == OperandKind::kWeight && share.unit_at(in.index) == node.unit;
+  });
+}
+
+double between(int64_t of_token, int64_t of_chunk, int64_t rows, int64_t chunk) {
+  if (rows <= 1) return static_cast<double>(of_token);
+  if (rows >= chunk) return static_cast<double>(of_chunk);
+  const double share = static_cast<double>(rows) / static_cast<double>(chunk);
+  return std::max(static_cast<double>(of_token), static_cast<double>(of_chunk) * share);
+}
+
+}  // namespace
+
+TransferModel::TransferModel(const Plan& plan, const Residency& residency)
+    : plan_(plan),
+      residency_(residency),
+      units_(static_cast<size_t>(plan.num_units)),
+      unit_timed_at_(static_cast<size_t>(plan.num_nodes), -1) {
+  for (int node = 0; node < plan.num_nodes; ++node) {
+    const int unit = plan.nodes[node].unit;
+    if (units_[static_cast<size_t>(unit)].first_node >= 0) continue;
+    units_[static_cast<size_t>(unit)].first_node = node;
+    order_.push_back(unit);
+  }
+  UnitTimes token{}, chunk{};
+  for (const int unit : order_) {
+    describe(unit);
+    const UnitEntry& entry = plan.units[unit];
+    if (units_[static_cast<size_t>(unit)].rows == RowsOf::kLogitRows) continue;
+    token.cpu_ns += entry.decode.cpu_ns;
+    token.gpu_ns += entry.decode.gpu_ns;
+    chunk.cpu_ns += entry.prefill.cpu_ns;
+    chunk.gpu_ns += entry.prefill.gpu_ns;
+  }
+  has_times_ = token.cpu_ns > 0 && token.gpu_ns > 0;
+  const auto ratio = [](int64_t of_chunk, int64_t of_token) {
+    const auto most = static_cast<double>(std::max(of_chunk, of_token));
+    return most / static_cast<double>(std::max<int64_t>(of_token, 1));
+  };
+  cpu_growth_ = ratio(chunk.cpu_ns, token.cpu_ns);
+  gpu_growth_ = ratio(chunk.gpu_ns, token.gpu_ns);
+}
+
+// A unit's time counts at the node that takes most of it: the last one that reads its weights, or
+// attention. Its other nodes may run elsewhere.
+void TransferModel::describe(int index) {
+  const DeviceShare& share = residency_.share();
+  Unit& unit = units_[static_cast<size_t>(index)];
+  int timed = -1;
+  for (int node = unit.first_node; node < plan_.num_nodes; ++node) {
+    const NodeEntry& entry = plan_.nodes[node];
+    if (entry.unit != index) continue;
+    const bool is_main = entry.layer >= 0 || reads_own_weights(share, entry);
+    if (is_main || timed < 0) timed = node;
+    unit.can_be_promoted |= entry.layer < 0 && share.has_kernels(node) &&
+                            reads_own_weights(share, entry);
+  }
+  unit_timed_at_[static_cast<size_t>(timed)] = index;
+  unit.rows = plan_.nodes[timed].rows;
+  unit.on_device = share.node_on_device[static_cast<size_t>(timed)] != 0;
+  unit.can_be_promoted &= plan_.units[index].kind == UnitKind::kWeights &&
+                          share.unit_on_device[static_cast<size_t>(index)] == 0;
+  for (const Operand& in : plan_.nodes[unit.first_node].in) {
+    if (in.kind == OperandKind::kValue) {
+      unit.input_bytes += static_cast<double>(plan_.values[in.index].bytes);
+    }
+  }
+}
+
+bool TransferModel::runs(int unit, const RoundShape& shape) const {
+  const Unit& entry = units_[static_cast<size_t>(unit)];
+  if (entry.first_node < 0) return false;
+  return entry.rows == RowsOf::kTokens || shape.num_logit_rows > 0;
+}
+
+TransferModel::Times TransferModel::times(int unit, const RoundShape& shape) const {
+  if (!runs(unit, shape)) return {0, 0};
+  const UnitEntry& entry = plan_.units[unit];
+  const int64_t chunk = plan_.chunk;
+  if (units_[static_cast<size_t>(unit)].rows == RowsOf::kLogitRows) {
+    const double share =
+        static_cast<double>(shape.num_logit_rows) / static_cast<double>(chunk);
+    return {static_cast<double>(entry.decode.cpu_ns) * std::max(1.0, cpu_growth_ * share),
+            static_cast<double>(entry.decode.gpu_ns) * std::max(1.0, gpu_growth_ * share)};
+  }
+  return {between(entry.decode.cpu_ns, entry.prefill.cpu_ns, shape.num_tokens, chunk),
+          between(entry.decode.gpu_ns, entry.prefill.gpu_ns, shape.num_tokens, chunk)};
+}
+
+double TransferModel::transfer_ns(int unit) const {
+  return static_cast<double>(plan_.units[unit].transfer_ns);
+}
+
+double TransferModel::cpu_share() const {
+  const double share = plan_.device.cpu_share;
+  return share > 0 && share <= 1 ? share : 1;
+}
+
+std::vector<TransferUnit> TransferModel::units_of(const RoundShape& shape,
+                                                  const Speeds& speeds) const {
+  std::vector<TransferUnit> made;
+  made.reserve(order_.size());
+  const double link_ns = plan_.device.link_bytes_per_s > 0 ? 1e9 / plan_.device.link_bytes_per_s : 0;
+  const auto hand_off_ns = static_cast<double>(plan_.device.hand_off_ns);
+  for (const int index : order_) {
+    if (!runs(index, shape)) continue;
+    const Unit& unit = units_[static_cast<size_t>(index)];
+    const Times now = times(index, shape);
+    const int64_t rows = unit.rows == RowsOf::kTokens ? shape.num_tokens : shape.num_logit_rows;
+    const double bytes = unit.input_bytes * static_cast<double>(rows) / plan_.chunk;
+    const auto crossing_ns = std::llrint(hand_off_ns * speeds.hand_off + bytes * link_ns);
+    made.push_back({
+        .cpu_ns = std::llrint(now.cpu_ns * speeds.cpu[static_cast<size_t>(index)]),
+        .gpu_ns = std::llrint(now.gpu_ns * speeds.gpu[static_cast<size_t>(index)]),
+        .transfer_ns = plan_.units[index].transfer_ns,
+        .to_device_ns = crossing_ns,
+        .to_host_ns = crossing_ns,
+        .bytes = plan_.units[index].bytes,
+        .on_device = unit.on_device,
+        .can_be_promoted = unit.can_be_promoted,
+    });
+  }
+  return made;
+}
+
+TransferMachine TransferModel::machine(const Speeds& speeds) const {
+  return {.num_slots = residency_.num_slots(),
+          .slot_bytes = residency_.slot_bytes(),
+          .link_factor = speeds.link,
+          .cpu_share = cpu_share()};
+}
+
+TransferSchedule TransferModel::schedule(TransferScheduler& scheduler, const RoundShape& shape,
+                                         const Speeds& speeds) const {
+  const std::vector<TransferUnit> units = units_of(shape, speeds);
+  TransferSchedule found = scheduler.schedule(units, machine(speeds));
+  std::vector<int> running;
+  for (const int unit : order_) {
+    if (runs(unit, shape)) running.push_back(unit);
+  }
+  for (Promotion& promotion : found.choice) {
+    promotion.unit = running[static_cast<size_t>(promotion.unit)];
+  }
+  return found;
+}
+
+int64_t TransferModel::predict(TransferScheduler& scheduler, const RoundShape& shape,
+                               const Speeds& speeds, const Choice& choice) const {
+  const std::vector<TransferUnit> units = units_of(shape, speeds);
+  std::vector<uint8_t> promoted;
+  for (const int unit : order_) {
+    if (!runs(unit, shape)) continue;
+    promoted.push_back(std::ranges::find(choice, unit, &Promotion::unit) != choice.end());
+  }
+  return scheduler.predict(units, machine(speeds), promoted);
+}
+
+}  // namespace atsc

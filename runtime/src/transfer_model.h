@@ -1,0 +1,73 @@
+// A round as the scheduler of promotions takes it: which units it runs, where they live, and what
+// they take at the speeds of now.
+//
+// The plan holds the times of one token and of a whole chunk. In between a unit reads its weights
+// once, however few the rows, and computes in proportion to them (passes/simulate.py times_at); what
+// runs for rows of logits alone was timed for one of them. Speeds are factors of those times.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "hybrid_round.h"
+#include "residency.h"
+#include "tables.h"
+#include "transfer_schedule.h"
+
+namespace atsc {
+
+// Times of now as multiples of the plan's.
+struct Speeds {
+  std::vector<double> cpu, gpu;  // of a unit
+  double link = 1;
+  double hand_off = 1;
+};
+
+class TransferModel {
+ public:
+  TransferModel(const Plan& plan, const Residency& residency);
+
+  // False: the plan has no times, and nothing can be predicted.
+  bool has_times() const { return has_times_; }
+
+  struct Times {
+    double cpu_ns, gpu_ns;
+  };
+  // Of a unit in a round; zero if it does not run.
+  Times times(int unit, const RoundShape& shape) const;
+  double transfer_ns(int unit) const;
+  double cpu_share() const;  // the host's speed beside copies
+
+  // The unit whose time a node's stands for; -1: next to nothing.
+  int unit_timed_at(int node) const { return unit_timed_at_[static_cast<size_t>(node)]; }
+
+  // Slots in turn, in the plan's units.
+  TransferSchedule schedule(TransferScheduler& scheduler, const RoundShape& shape,
+                            const Speeds& speeds) const;
+  // The time of a round with a choice.
+  int64_t predict(TransferScheduler& scheduler, const RoundShape& shape, const Speeds& speeds,
+                  const Choice& choice) const;
+
+ private:
+  struct Unit {
+    int first_node = -1;
+    RowsOf rows = RowsOf::kTokens;
+    bool on_device = false, can_be_promoted = false;
+    double input_bytes = 0;  // of a whole chunk; those that other units made
+  };
+
+  void describe(int unit);
+  std::vector<TransferUnit> units_of(const RoundShape& shape, const Speeds& speeds) const;
+  TransferMachine machine(const Speeds& speeds) const;
+  bool runs(int unit, const RoundShape& shape) const;
+
+  const Plan& plan_;
+  const Residency& residency_;
+  bool has_times_ = false;
+  double cpu_growth_ = 1, gpu_growth_ = 1;  // a chunk's time to that of a token
+  std::vector<Unit> units_;
+  std::vector<int> order_;  // units with nodes, as they run
+  std::vector<int> unit_timed_at_;
+};
+
+}  // namespace atsc

@@ -1,0 +1,173 @@
+#include "transfer_policy.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+
+#include "kernel.h"
+
+namespace atsc {
+namespace {
+
+constexpr size_t kMostAdopted = 16, kMostChanges = 1000;
+
+std::string percent(const char* what, double assumed, double now) {
+  char text[48];
+  const double change = now > assumed ? now / assumed - 1 : assumed / now - 1;
+  std::snprintf(text, sizeof text, "%s %.0f %% %s", what, 100 * change,
+                now > assumed ? "slower" : "faster");
+  return text;
+}
+
+}  // namespace
+
+TransferPolicy::TransferPolicy(const Plan& plan, const Residency& residency,
+                               const TransferOptions& options)
+    : plan_(plan),
+      residency_(residency),
+      options_(options),
+      model_(plan, residency),
+      chooses_(options.mode != TransferMode::kNone && model_.has_times() &&
+               residency.num_slots() > 0),
+      monitors_{LoadMonitor(plan, model_, options.drift_threshold),
+                LoadMonitor(plan, model_, options.drift_threshold),
+                LoadMonitor(plan, model_, options.drift_threshold)} {}
+
+int TransferPolicy::class_of(const RoundShape& shape) const {
+  if (shape.num_tokens <= kFewRows) return 0;
+  return 4 * shape.num_tokens < plan_.chunk ? 1 : 2;
+}
+
+// As without a scheduler: long rounds stream all that they can, others promote nothing.
+Choice TransferPolicy::plain_choice(const RoundShape& shape) const {
+  const int64_t stream_from = plan_.device.stream_from_rows;
+  if (stream_from <= 0 || shape.num_tokens < stream_from) return {};
+  return streaming_choice(plan_, residency_, shape.num_logit_rows >= stream_from);
+}
+
+const TransferPolicy::Adopted& TransferPolicy::choice_of(const RoundShape& shape) {
+  return find_or_choose(shape);
+}
+
+TransferPolicy::Adopted& TransferPolicy::find_or_choose(const RoundShape& shape) {
+  ++num_uses_;
+  const auto known = std::ranges::find(adopted_, shape, &Adopted::shape);
+  if (known != adopted_.end()) {
+    known->last_used = num_uses_;
+    return *known;
+  }
+  if (adopted_.size() >= kMostAdopted) {
+    adopted_.erase(std::ranges::min_element(adopted_, {}, &Adopted::last_used));
+  }
+  Adopted made{.shape = shape, .choice = plain_choice(shape), .version = num_versions_++,
+               .last_used = num_uses_};
+  if (chooses_) {
+    const LoadMonitor& monitor = monitors_[static_cast<size_t>(class_of(shape))];
+    made.assumed = monitor.drifts();
+    const Question question{shape, made.version, made.choice, monitor.speeds(), made.assumed,
+                            "the plan's own times"};
+    const int64_t begin_ns = platform::now_ns();
+    Answer answer = decide(question, scheduler_);
+    made.asked_ns = platform::now_ns();
+    bool& is_logged = is_first_logged_[class_of(shape) == 0 ? 0 : 1];
+    if (answer.is_worthwhile) made.choice = answer.choice;
+    if (answer.is_worthwhile && !is_logged) {
+      log(question, answer, made.asked_ns - begin_ns, 0);
+      is_logged = true;
+    }
+  }
+  adopted_.push_back(std::move(made));
+  return adopted_.back();
+}
+
+void TransferPolicy::observe(const RoundShape& shape, const RoundRecord& record,
+                             const Splits& splits) {
+  if (!chooses_ || options_.mode != TransferMode::kLoadAware) return;
+  // Rounds of a few rows take their weights as those of one row do, but not quite so long.
+  if (shape.num_tokens > 1 && shape.num_tokens <= kFewRows) return;
+  monitors_[static_cast<size_t>(class_of(shape))].observe(shape, record, splits);
+}
+
+bool TransferPolicy::is_off(double assumed, double now) const {
+  return std::max(assumed / now, now / assumed) > 1 + options_.drift_threshold;
+}
+
+std::string TransferPolicy::reason_for(const Drifts& assumed, const Drifts& now) const {
+  std::string reason;
+  const auto add = [&](const char* what, double before, double after) {
+    if (!is_off(before, after)) return;
+    if (!reason.empty()) reason += ", ";
+    reason += percent(what, before, after);
+  };
+  add("CPU", assumed.cpu, now.cpu);
+  add("GPU", assumed.gpu, now.gpu);
+  add("link", assumed.link, now.link);
+  return reason;
+}
+
+std::optional<TransferPolicy::Question> TransferPolicy::due(const RoundShape& shape,
+                                                            int64_t now_ns) {
+  if (!chooses_ || options_.mode != TransferMode::kLoadAware) return std::nullopt;
+  const LoadMonitor& monitor = monitors_[static_cast<size_t>(class_of(shape))];
+  Adopted& adopted = find_or_choose(shape);
+  const auto least_ns = static_cast<double>(monitor.recent_round_ns()) * options_.reschedule_interval;
+  if (static_cast<double>(now_ns - adopted.asked_ns) < least_ns) return std::nullopt;
+  const Drifts drifts = monitor.drifts();
+  std::string reason = reason_for(adopted.assumed, drifts);
+  if (reason.empty()) return std::nullopt;
+  adopted.asked_ns = now_ns;
+  return Question{shape, num_versions_++, adopted.choice, monitor.speeds(), drifts, std::move(reason)};
+}
+
+TransferPolicy::Answer TransferPolicy::decide(const Question& question,
+                                              TransferScheduler& scheduler) const {
+  Answer answer;
+  answer.before_ns = model_.predict(scheduler, question.shape, question.speeds, question.present);
+  TransferSchedule found = model_.schedule(scheduler, question.shape, question.speeds);
+  answer.choice = std::move(found.choice);
+  answer.after_ns = found.round_ns;
+  const auto most_ns = static_cast<double>(answer.before_ns) * (1 - kWorthwhileGain);
+  answer.is_worthwhile = static_cast<double>(answer.after_ns) < most_ns;
+  return answer;
+}
+
+void TransferPolicy::settle(const Question& question, const Answer* adopted, int64_t adoption_ns,
+                            int64_t build_ns, int64_t pause_ns) {
+  const auto known = std::ranges::find(adopted_, question.shape, &Adopted::shape);
+  if (known == adopted_.end()) return;
+  known->asked_ns = platform::now_ns() + pause_ns;
+  if (pause_ns == 0) known->assumed = question.drifts;
+  if (adopted == nullptr) return;
+  known->choice = adopted->choice;
+  known->version = question.version;
+  log(question, *adopted, adoption_ns, build_ns);
+}
+
+void TransferPolicy::log(const Question& question, const Answer& answer, int64_t adoption_ns,
+                         int64_t build_ns) {
+  atsc_change change{};
+  change.when_ns = platform::now_ns();
+  change.kind = class_of(question.shape) == 0 ? ATSC_ROUND_DECODE : ATSC_ROUND_PREFILL;
+  change.num_promoted = static_cast<int32_t>(answer.choice.size());
+  for (const Promotion& promotion : answer.choice) {
+    change.promoted_bytes += plan_.units[promotion.unit].bytes;
+  }
+  change.before_ns = answer.before_ns;
+  change.after_ns = answer.after_ns;
+  change.adoption_ns = adoption_ns;
+  change.build_ns = build_ns;
+  std::snprintf(change.reason, sizeof change.reason, "%s", question.reason.c_str());
+  const std::lock_guard lock(mutex_);
+  if (changes_.size() == kMostChanges) changes_.pop_front();
+  changes_.push_back(change);
+}
+
+atsc_change TransferPolicy::take_change() {
+  const std::lock_guard lock(mutex_);
+  if (changes_.empty()) return {};
+  const atsc_change change = changes_.front();
+  changes_.pop_front();
+  return change;
+}
+
+}  // namespace atsc

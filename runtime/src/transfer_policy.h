@@ -1,0 +1,108 @@
+// When rounds choose their promotions anew: Algorithm 3.
+//
+// A choice is made for a shape of rounds, from the speeds of rounds like it: of few rows (decode), of
+// many, and of at least a quarter of a chunk; each has statistics of its own. It remembers the drifts
+// that it assumed. Where one of them is off by more than a threshold, and some rounds' time has
+// passed since the last look, the question is asked again. Asking is left to another thread, for it
+// takes as long as a small round. The answer is taken only if it promises a gain worth the trouble;
+// either way, what is assumed from then on is what was asked with, so that nothing is asked twice.
+//
+//     rounds' thread    choice_of, observe, due, settle
+//     any thread        decide, take_change
+//
+// Source: ATSInfer 4.4.3, Algorithm 3; what differs is in docs/scheduling.md.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <deque>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "atsc.h"
+#include "load_monitor.h"
+#include "transfer_model.h"
+
+namespace atsc {
+
+enum class TransferMode : uint8_t { kLoadAware, kStatic, kNone };
+
+struct TransferOptions {
+  TransferMode mode = TransferMode::kLoadAware;
+  double drift_threshold = 0.15;
+  double reschedule_interval = 5;  // in times of a recent round
+};
+
+// A better choice must promise at least this share of the round.
+inline constexpr double kWorthwhileGain = 0.03;
+
+class TransferPolicy {
+ public:
+  TransferPolicy(const Plan& plan, const Residency& residency, const TransferOptions& options);
+
+  // What rounds of a shape promote at present.
+  struct Adopted {
+    RoundShape shape;
+    Choice choice;
+    int version = 0;             // no other choice has the same
+    Drifts assumed = {};
+    int64_t asked_ns = 0;        // when it was last thought over
+    uint64_t last_used = 0;
+  };
+  const Adopted& choice_of(const RoundShape& shape);
+
+  void observe(const RoundShape& shape, const RoundRecord& record, const Splits& splits);
+
+  struct Question {
+    RoundShape shape;
+    int version;  // that the choice will have
+    Choice present;
+    Speeds speeds;
+    Drifts drifts;
+    std::string reason;
+  };
+  // What to decide now, if anything.
+  std::optional<Question> due(const RoundShape& shape, int64_t now_ns);
+
+  struct Answer {
+    Choice choice;
+    int64_t before_ns = 0, after_ns = 0;  // predicted, with the present choice and with this one
+    bool is_worthwhile = false;
+  };
+  Answer decide(const Question& question, TransferScheduler& scheduler) const;
+
+  // The end of a question. Without `adopted` the choice stays, and is not questioned for `pause_ns`.
+  void settle(const Question& question, const Answer* adopted, int64_t adoption_ns,
+              int64_t build_ns, int64_t pause_ns = 0);
+
+  // The oldest that was not taken yet, without struct_size; when_ns 0: there is none.
+  atsc_change take_change();
+
+ private:
+  static constexpr int kNumClasses = 3;
+  int class_of(const RoundShape& shape) const;
+  Adopted& find_or_choose(const RoundShape& shape);
+  Choice plain_choice(const RoundShape& shape) const;
+  std::string reason_for(const Drifts& assumed, const Drifts& now) const;
+  bool is_off(double assumed, double now) const;
+  void log(const Question& question, const Answer& answer, int64_t adoption_ns, int64_t build_ns);
+
+  const Plan& plan_;
+  const Residency& residency_;
+  const TransferOptions options_;
+  const TransferModel model_;
+  const bool chooses_;  // false: all is as with kNone
+  std::array<LoadMonitor, kNumClasses> monitors_;
+  std::vector<Adopted> adopted_;
+  uint64_t num_uses_ = 0;
+  int num_versions_ = 0;
+  bool is_first_logged_[2] = {};
+  TransferScheduler scheduler_;  // of the rounds' thread
+
+  std::mutex mutex_;  // guards the rest
+  std::deque<atsc_change> changes_;
+};
+
+}  // namespace atsc
