@@ -3,17 +3,19 @@
 A plan without placements is written beside the one to come and opened by the loader; its runtime
 times one unit at a time, weights cold, on either side. Units with equal kernels and
 sizes (the layers of a model) are timed once. What was found is kept in the cache folder under a
-hash of the machine, the kernels and the question. Source: DESIGN section 3, annotate.
+hash of the machine, the kernels and the question; that plan is written only when an answer is
+missing. Source: DESIGN section 3, annotate.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +35,8 @@ if TYPE_CHECKING:
 class MeasuredTimer:
     """The Timer of `annotate` that asks the hardware; remembers its answers."""
 
-    plan: Plan
+    open_plan: Callable[[], Plan]
+    """The plan that is timed, opened once."""
     signatures: tuple[str, ...]
     """Of each unit: equal where kernels and sizes are."""
     answers: dict[str, Any] = field(default_factory=dict)
@@ -43,7 +46,7 @@ class MeasuredTimer:
         key = f"{self.signatures[unit]} {side.value} {rows} {position}"
         if key not in self.answers:
             on_device = side is Side.GPU
-            self.answers[key] = self.plan.profile_unit(unit, on_device, rows, position)
+            self.answers[key] = self.open_plan().profile_unit(unit, on_device, rows, position)
         return int(self.answers[key])
 
     def transfer_ns(self, num_bytes: int) -> int:
@@ -64,7 +67,7 @@ class MeasuredTimer:
     def link_profile(self) -> dict[str, float]:
         """Rates and latencies between the two sides, as Plan.profile_link gives them."""
         if "link" not in self.answers:
-            self.answers["link"] = self.plan.profile_link()
+            self.answers["link"] = self.open_plan().profile_link()
         found: dict[str, float] = self.answers["link"]
         return found
 
@@ -84,14 +87,21 @@ def measuring(b: Compilation, profile: Path, progress: Progress | None) -> Itera
     from atsc.runtime import loader
 
     kept = cache_dir() / "profiles" / f"{_identity(b)}.json"
-    tables = None
-    if b.target.gpu:
-        tables = profiling_tables(
-            b.target.gpu, b.target.vram_bytes, b.code.device, len(b.parts.units)
-        )
-    write_compiled(b, None, tables, profile, progress)
-    with loader.load(profile, threads=b.options.threads, strict=True) as plan:
-        timer = MeasuredTimer(plan, _signatures(b), _read(kept))
+    with contextlib.ExitStack() as opened:
+
+        @functools.cache
+        def open_plan() -> Plan:
+            tables = None
+            if b.target.gpu:
+                tables = profiling_tables(
+                    b.target.gpu, b.target.vram_bytes, b.code.device, len(b.parts.units)
+                )
+            write_compiled(b, None, tables, profile, progress)
+            return opened.enter_context(
+                loader.load(profile, threads=b.options.threads, strict=True)
+            )
+
+        timer = MeasuredTimer(open_plan, _signatures(b), _read(kept))
         yield timer
         _write(kept, timer.answers)
 

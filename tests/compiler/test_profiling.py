@@ -1,0 +1,58 @@
+"""Measured times without a machine to measure: what is asked, and what is remembered."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from atsc.compiler.profiling import MeasuredTimer
+from atsc.passes.placement import Link, Side
+
+LINK = {
+    "to_device_bytes_per_s": 5e9,
+    "to_host_bytes_per_s": 4e9,
+    "to_device_beside_cpu_bytes_per_s": 2e9,
+    "hand_off_to_device_ns": 7.0,
+    "hand_off_to_host_ns": 8.0,
+    "fixed_device_bytes": 99,
+}
+
+
+class FakePlan:
+    """Counts what it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def profile_unit(self, *question: int) -> int:
+        self.asked.append(question)
+        return 100 * len(self.asked)
+
+    def profile_link(self) -> dict[str, float]:
+        self.asked.append("link")
+        return LINK
+
+
+def ask_all(timer: MeasuredTimer) -> tuple[Any, ...]:
+    units = [timer.unit_ns(unit, Side.GPU, 1, 64) for unit in (0, 1, 2)]
+    return (*units, timer.link(Side.GPU), timer.transfer_ns(4000), timer.fixed_device_bytes())
+
+
+def test_equal_units_are_timed_once_and_a_second_timer_opens_no_plan() -> None:
+    plan, opened = FakePlan(), []
+
+    def open_plan() -> Any:
+        opened.append(plan)
+        return plan
+
+    first = MeasuredTimer(open_plan, ("a", "b", "a"))
+    assert not opened, "not before it is asked"
+    found = ask_all(first)
+    assert found == (100, 200, 100, Link(7.0, 0.2), 2000, 99)
+    assert plan.asked == [(0, True, 1, 64), (1, True, 1, 64), "link"]
+
+    opened.clear()
+    second = MeasuredTimer(open_plan, ("a", "b", "a"), dict(first.answers))
+    assert ask_all(second) == found
+    assert not opened
+    assert second.unit_ns(2, Side.HOST, 1, 64) == 400
+    assert cast(Any, opened) == [plan]
