@@ -36,20 +36,32 @@ FEW_ROWS = 8
 
 @dataclass(frozen=True, slots=True)
 class IsaLevel:
-    """An ISA level: its suffix in names, compiler flags, and what /proc/cpuinfo must list."""
+    """An ISA level: its suffix in names, compiler flags, and what /proc/cpuinfo must list.
+
+    `inputs`: it serves the operators whose first input is of these kinds; none: all.
+    """
 
     name: str
     flags: tuple[str, ...]
     cpu_flags: frozenset[str]
+    inputs: frozenset[str] | None = None
 
 
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"}
+_VNNI_FLAGS = ("-march=x86-64-v4", "-mavx512vnni")
+AMX_FLAGS = ("-mamx-tile", "-mamx-int8")
 ISA_LEVELS = (
     IsaLevel("avx2", ("-march=x86-64-v3",), _AVX2),
     IsaLevel("avxvnni", ("-march=x86-64-v3", "-mavxvnni"), _AVX2 | {"avx_vnni"}),
     IsaLevel("avx512", ("-march=x86-64-v4",), _AVX512),
-    IsaLevel("avx512vnni", ("-march=x86-64-v4", "-mavx512vnni"), _AVX512 | {"avx512_vnni"}),
+    IsaLevel("avx512vnni", _VNNI_FLAGS, _AVX512 | {"avx512_vnni"}),
+    IsaLevel(
+        "amx",
+        (*_VNNI_FLAGS, *AMX_FLAGS),
+        _AVX512 | {"avx512_vnni", "amx_tile", "amx_int8"},
+        inputs=frozenset({"q8"}),
+    ),
 )
 """Lowest first; runtime/src/tables.h kNumIsaLevels counts them."""
 
@@ -102,7 +114,7 @@ def kernels_of(
     found = {
         isa.name: _kernel(stem, isa, params)
         for isa in ISA_LEVELS
-        if template_exists(template_path(stem, isa))
+        if template_exists(template_path(stem, isa)) and _serves(isa, params)
     }
     if ISA_LEVELS[0].name not in found:
         raise CodegenError(f"operator {op.name}: there is no template cpu/{stem}__avx2.cc.j2")
@@ -122,6 +134,10 @@ def translation_units(kernels: Iterable[Kernel]) -> list[Unit]:
         )
         for (template, isa), group in sorted(groups.items())
     ]
+
+
+def _serves(isa: IsaLevel, params: Mapping[str, Any]) -> bool:
+    return isa.inputs is None or next(iter(params["kind"].values())) in isa.inputs
 
 
 def _kernel(stem: str, isa: IsaLevel, params: Mapping[str, Any]) -> Kernel:

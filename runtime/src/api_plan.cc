@@ -26,8 +26,8 @@ uint32_t isa_levels_up_to(const char* isa) {
     if (here >> level & 1) return here & ((2u << level) - 1);
     fail(ATSC_DEVICE_ERROR, "this CPU lacks %s: choose a lower level, or none", isa);
   }
-  fail(ATSC_INVALID_ARGUMENT, "no ISA level is called %s: expected avx2, avxvnni, avx512 or "
-                              "avx512vnni", isa);
+  fail(ATSC_INVALID_ARGUMENT, "no ISA level is called %s: expected avx2, avxvnni, avx512, "
+                              "avx512vnni or amx", isa);
 }
 
 void check_options(const atsc_plan_options& options) {

@@ -8,7 +8,7 @@
 
 namespace atsc {
 
-inline constexpr int kNumIsaLevels = 4;  // order of codegen/cpu.py ISA_LEVELS, lowest first
+inline constexpr int kNumIsaLevels = 5;  // order of codegen/cpu.py ISA_LEVELS, lowest first
 
 enum class OperandKind : uint8_t { kNone, kValue, kWeight, kTokenIds, kLogits };
 

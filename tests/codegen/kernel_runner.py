@@ -19,10 +19,18 @@ from typing import Any
 
 import numpy as np
 
-from atsc.codegen.cpu import MATRIX_POINTERS, IsaLevel, Kernel, kernels_of, translation_units
+from atsc.codegen.cpu import (
+    AMX_FLAGS,
+    MATRIX_POINTERS,
+    IsaLevel,
+    Kernel,
+    kernels_of,
+    translation_units,
+)
 from atsc.codegen.layout import StoredWeight, is_tiled_by, part_chunks, store, value_bytes
-from atsc.codegen.toolchain import compile_units, link_library
+from atsc.codegen.toolchain import Unit, compile_units, link_library
 from atsc.compiler.ir import DType, TensorType, Weight
+from atsc.compiler.isa import cpu_flags
 from atsc.compiler.ops import OpDef, RoundState, Sample
 from atsc.compiler.ops.quantize import BLOCK, Q8Array
 
@@ -32,6 +40,7 @@ COUNTER_BYTES = 4096
 GUARD_BYTES = 256
 """Poison on either side of what a kernel writes."""
 POISON = 0xCD
+AMX_CPU_FLAGS = frozenset({"amx_tile", "amx_int8"})
 
 
 class KernelArgs(ctypes.Structure):
@@ -193,11 +202,16 @@ def num_rows(sample: Sample) -> int:
     return len(first.codes) if isinstance(first, Q8Array) else len(first)
 
 
+def can_run(isa: IsaLevel) -> bool:
+    """Whether this CPU has a level, AMX aside: `build` emulates it where it is missing."""
+    return isa.cpu_flags - AMX_CPU_FLAGS <= cpu_flags()
+
+
 def build(prepared: Iterable[Prepared], folder: Path) -> ctypes.CDLL:
     """One library with all kernels."""
     objects = compile_units(
         [
-            type(unit)(unit.name, unit.source, (*unit.flags, "-fvisibility=default", "-Werror"))
+            Unit(unit.name, unit.source, (*flags_here(unit), "-fvisibility=default", "-Werror"))
             for unit in translation_units(p.kernel for p in prepared)
         ]
     )
@@ -205,6 +219,13 @@ def build(prepared: Iterable[Prepared], folder: Path) -> ctypes.CDLL:
     library = folder / "kernels.so"
     link_library(objects, library)
     return ctypes.CDLL(str(library))
+
+
+def flags_here(unit: Unit) -> tuple[str, ...]:
+    """A unit's flags, with AMX emulated where this CPU lacks it."""
+    if cpu_flags() >= AMX_CPU_FLAGS or not set(AMX_FLAGS) <= set(unit.flags):
+        return unit.flags
+    return (*(flag for flag in unit.flags if flag not in AMX_FLAGS), "-DATSC_EMULATED_AMX")
 
 
 def _check_no_weak_symbols(objects: Iterable[Path]) -> None:

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kernel_runner import Prepared, build, prepare, reference, run
+from kernel_runner import Prepared, build, can_run, prepare, reference, run
 
 from atsc.codegen.cpu import ISA_LEVELS, IsaLevel, kernels_of
 from atsc.codegen.layout import store
 from atsc.compiler.ir import ArraySource, BlockFormat, DType, TensorType, Weight
-from atsc.compiler.isa import cpu_flags
 from atsc.compiler.ops import Sample, all_ops
 from atsc.compiler.ops.linear import random_block_weight, random_float_weight
 from atsc.compiler.ops.quantize import Q8Array
@@ -22,9 +21,7 @@ LEVELS = [
     pytest.param(
         isa,
         id=isa.name,
-        marks=pytest.mark.skipif(
-            not isa.cpu_flags <= cpu_flags(), reason=f"this CPU has no {isa.name}"
-        ),
+        marks=pytest.mark.skipif(not can_run(isa), reason=f"this CPU has no {isa.name}"),
     )
     for isa in ISA_LEVELS
 ]

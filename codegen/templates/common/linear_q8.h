@@ -217,6 +217,10 @@ static inline void q8_gemm_tile(const Operands<Layer>& at, int64_t tile, int64_t
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #include "linear_q8_512.h"
 #endif
+#if defined(__AMX_INT8__) || defined(ATSC_EMULATED_AMX)
+#define ATSC_HAS_AMX
+#include "linear_q8_amx.h"
+#endif
 
 namespace atsc {
 
@@ -225,6 +229,15 @@ template <class Layer>
 static inline void q8_gemm(const Operands<Layer>& at, int64_t begin, int64_t end, int64_t all,
                            Rows rows) {
   const RefinedRows<Layer> refined(q8_view(at.x, all, Layer::kInputs, 1), all, rows);
+#if defined(ATSC_HAS_AMX)
+  if constexpr (num_halves<Layer>() == 1) {
+    const AmxTiles tiles(rows.count);
+    for (int64_t tile = begin; tile < end; tile += 2) {
+      q8_gemm_amx<Layer>(at, tile, std::min(tile + 2, end), all, rows, refined, tiles);
+    }
+    return;
+  }
+#endif
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
   for (int64_t tile = begin; tile < end; tile += 2) {
     q8_gemm_pair<Layer>(at, tile, std::min(tile + 2, end), all, rows, refined);
