@@ -82,23 +82,49 @@ struct AmxTerms {
   __m512 scale, offset;
 };
 
-// y[row] + the products of one slab in float, for `count` rows from index `first` of x on.
+// y + a slab's integer products with the row at `index` of x, in float.
 template <class Layer>
-static inline void scale_products(const AmxTerms& terms, const AmxSums& sums, const Q8View& x,
-                                  int64_t first, int64_t count, float (*y)[2 * kTileRows]) {
+static inline void scale_row(const AmxTerms& terms, const int32_t* sums, const Q8View& x,
+                             int64_t index, float* y) {
   constexpr int32_t kCentre = Layer::kFormat == Format::int4 ? 8 : 128;
+  __m512i sum = _mm512_load_si512(sums);
+  __m512 all = _mm512_load_ps(y);
+  if constexpr (starts_at_centre<Layer>()) {
+    sum = _mm512_sub_epi32(sum, _mm512_set1_epi32(kCentre * x.sums[index]));
+  } else {
+    all = _mm512_fmadd_ps(terms.offset, _mm512_set1_ps(x.scaled_sums[index]), all);
+  }
+  const __m512 factor = _mm512_mul_ps(terms.scale, _mm512_set1_ps(x.scales[index]));
+  const __m512 product = _mm512_maskz_cvtepi32_ps(0xffff, sum);
+  _mm512_store_ps(y, _mm512_fmadd_ps(product, factor, all));
+}
+
+template <class Layer>
+static inline void scale_rows(const AmxTerms& terms, const AmxSums& sums, const Q8View& x,
+                              int64_t first, int64_t count, float (*y)[2 * kTileRows]) {
 #pragma GCC unroll 4
   for (int64_t row = 0; row < count; ++row) {
-    __m512i sum = _mm512_load_si512(sums[row]);
-    __m512 all = _mm512_load_ps(y[row]);
-    if constexpr (starts_at_centre<Layer>()) {
-      sum = _mm512_sub_epi32(sum, _mm512_set1_epi32(kCentre * x.sums[first + row]));
+    scale_row<Layer>(terms, sums[row], x, first + row, y[row]);
+  }
+}
+
+// Adds the products of second digits, which the rows of `refined` have, a bit a row. Tiles multiply
+// the others too, so that they pay from some rows on; those have no digits to scale.
+template <class Layer>
+static inline void add_fine_rows(const AmxTiles& tiles, const Q8SlabPair<Layer>& slab,
+                                 const Q8View& fine, int64_t first, uint64_t refined,
+                                 float (*y)[2 * kTileRows]) {
+  constexpr int kFewestInTiles = 12;
+  alignas(64) AmxSums sums;
+  const bool in_tiles = std::popcount(refined) >= kFewestInTiles;
+  if (in_tiles) multiply_tiles(tiles, fine.codes + first * kQ8Bytes, slab.codes, sums);
+  for (; refined != 0; refined &= refined - 1) {
+    const int64_t row = std::countr_zero(refined);
+    if (in_tiles) {
+      scale_row<Layer>({slab.scale[0], slab.offset[0]}, sums[row], fine, first + row, y[row]);
     } else {
-      all = _mm512_fmadd_ps(terms.offset, _mm512_set1_ps(x.scaled_sums[first + row]), all);
+      add_one_row<Layer>(slab, fine, first + row, y + row);
     }
-    const __m512 factor = _mm512_mul_ps(terms.scale, _mm512_set1_ps(x.scales[first + row]));
-    const __m512 product = _mm512_maskz_cvtepi32_ps(0xffff, sum);
-    _mm512_store_ps(y[row], _mm512_fmadd_ps(product, factor, all));
   }
 }
 
@@ -116,17 +142,14 @@ static inline void q8_gemm_amx(const Operands<Layer>& at, int64_t tile, int64_t 
     const Q8SlabPair<Layer> loaded = load_slab_pair<Layer>(at, tile, end - 1, slab);
     const int64_t first = slab * all + rows.first;
     multiply_tiles(tiles, x.codes + first * kQ8Bytes, loaded.codes, sums[slab & 1]);
-    if (slab > 0) {
-      scale_products<Layer>(before, sums[~slab & 1], x, first - all, rows.count, y);
-    }
+    if (slab > 0) scale_rows<Layer>(before, sums[~slab & 1], x, first - all, rows.count, y);
     before = {loaded.scale[0], loaded.offset[0]};
-    for (uint64_t left = refined.of_slab[slab]; left != 0; left &= left - 1) {
-      const int64_t row = std::countr_zero(left);
-      add_one_row<Layer>(loaded, fine, first + row, y + row);
+    if (const uint64_t some = refined.of_slab[slab]) {
+      add_fine_rows<Layer>(tiles, loaded, fine, first, some, y);
     }
   }
   constexpr int64_t kLast = num_slabs<Layer>() - 1;
-  scale_products<Layer>(before, sums[kLast & 1], x, kLast * all + rows.first, rows.count, y);
+  scale_rows<Layer>(before, sums[kLast & 1], x, kLast * all + rows.first, rows.count, y);
   for (int64_t row = 0; row < rows.count; ++row) {
     for (int64_t i = 0; tile + i < end; ++i) {
       finish<Layer>(at, rows.first + row, tile + i, _mm256_load_ps(y[row] + i * kTileRows));
