@@ -14,7 +14,11 @@ from atsc.compiler.ops import op_of
 
 DEFAULT_CONTEXT = 4096
 CACHE_ALIGNMENT = 64
-_POSITION_SLOTS = ("cos", "sin")
+_POSITION_SLOTS = {
+    "attention": ("cos", "sin"),
+    "rope": ("cos", "sin"),
+    "add_positions": ("table",),
+}
 
 
 def max_context(graph: Graph) -> int:
@@ -62,8 +66,7 @@ def _position_tables(graph: Graph) -> list[str]:
     names = [
         op_of(node).slot(node, slot)
         for node in graph.nodes
-        if node.op in ("attention", "rope")
-        for slot in _POSITION_SLOTS
+        for slot in _POSITION_SLOTS.get(node.op, ())
     ]
     return list(dict.fromkeys(filter(None, names)))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import onnx_ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
@@ -21,7 +22,8 @@ from atsc.compiler.importers.onnx import (
     pointwise_rules,
     shape_rules,
 )
-from atsc.compiler.importers.onnx.lowering import Lowering, Rule, lower_node
+from atsc.compiler.importers.onnx.canonical.canonicalize import canonicalize
+from atsc.compiler.importers.onnx.lowering import Lowering, Rule, lower_node, refuse_node
 from atsc.compiler.importers.onnx.model_file import is_readable, open_model, read_json
 from atsc.compiler.importers.onnx.operands import INTEGERS, Constant, Ints, Rows, Symbol, Unknown
 from atsc.compiler.invariants import check_graph, infer_values
@@ -38,6 +40,15 @@ _RULES: Mapping[tuple[str, str], Rule] = {
     )
     for rule in module.RULES
 }
+_INPUTS = {
+    "input_ids": "ids",
+    "attention_mask": "mask",
+    "position_ids": "positions",
+    "use_cache_branch": "flag",
+    "num_logits_to_keep": "flag",
+    "logits_to_keep": "flag",
+}
+"""Inputs by name. Flags are 1: use the branch with a cache, compute logits of the last row."""
 _MAX_INTS = 64
 """Integer constants up to this size are followed as sizes and indices."""
 
@@ -55,8 +66,9 @@ def import_onnx(path: Path, *, accuracy_level: int | None = None) -> Graph:
     """
     file = open_model(path)
     lowering = Lowering(file, accuracy_level)
-    RemoveUnusedNodesPass()(file.model)
     graph = file.model.graph
+    refused = canonicalize(graph, _input_kinds(lowering, graph), _context_length(lowering))
+    RemoveUnusedNodesPass()(file.model)
     _bind_inputs(lowering, graph)
     for initializer in graph.initializers.values():
         if initializer.const_value is None:
@@ -69,36 +81,37 @@ def import_onnx(path: Path, *, accuracy_level: int | None = None) -> Graph:
     for node in graph:
         if node.op_type == "Constant" and not node.domain:
             _bind_constant(lowering, node)
+        elif (node.name or "") in refused:
+            refuse_node(lowering, node, refused[node.name or ""])
         else:
             lower_node(lowering, node, _RULES.get((node.domain, node.op_type)))
     lowering.raise_problems()
     return _finish(lowering, graph)
 
 
-def _bind_inputs(lowering: Lowering, graph: onnx_ir.Graph) -> None:
-    names = {
-        name: kind
-        for kind, key in (
-            ("ids", "input_ids"),
-            ("mask", "attention_mask"),
-            ("positions", "position_ids"),
-        )
-        for name in (key, lowering.file.config.get("decoder", {}).get("inputs", {}).get(key))
-    }
+def _input_kinds(lowering: Lowering, graph: onnx_ir.Graph) -> dict[str, str]:
+    """What each input of the model is, by name and rank; those of other kinds are left out."""
+    inputs = lowering.file.config.get("decoder", {}).get("inputs", {})
+    names = {name: kind for key, kind in _INPUTS.items() for name in (key, inputs.get(key))}
+    kinds = {}
     for value in graph.inputs:
-        name, shape = value.name or "", value.shape
-        if name in graph.initializers:
+        name, rank = value.name or "", None if value.shape is None else len(value.shape)
+        kind = names.get(name, "past" if rank == 4 else "")
+        if kind == "flag" or (kind and rank == (4 if kind == "past" else 2)):
+            kinds[name] = kind
+    return {name: kind for name, kind in kinds.items() if name not in graph.initializers}
+
+
+def _bind_inputs(lowering: Lowering, graph: onnx_ir.Graph) -> None:
+    kinds = _input_kinds(lowering, graph)
+    for value in graph.inputs:
+        name, kind = value.name or "", kinds.get(value.name or "")
+        if name in graph.initializers or (kind == "flag" and not value.uses()):
             continue
-        kind = names.get(name)
-        if kind is None and shape is not None and len(shape) == 4:
-            kind = "past"
-        rank = 4 if kind == "past" else 2
-        if kind is None or shape is None or len(shape) != rank:
-            lowering.report(name, "input of the model", _unsupported_input(name, shape))
+        if kind is None or kind == "flag":
+            lowering.report(name, "input of the model", _unsupported_input(name, value.shape))
             kind = "unsupported"
-        elif kind == "ids":
-            name = "input_ids"
-        lowering.bind(value.name or "", Symbol(kind, name))
+        lowering.bind(name, Symbol(kind, "input_ids" if kind == "ids" else name))
 
 
 def _unsupported_input(name: str, shape: onnx_ir.Shape | None) -> str:
@@ -175,15 +188,26 @@ def _logits(lowering: Lowering, graph: onnx_ir.Graph) -> Rows:
     return found[0]
 
 
+def _configuration(lowering: Lowering) -> dict[str, Any]:
+    """What the configuration files beside the model say."""
+    config = dict(lowering.file.config)
+    for name in ("generation_config.json", "config.json"):
+        for key, value in read_json(lowering.file.path.parent / name).items():
+            config.setdefault(key, value)
+    return config
+
+
+def _context_length(lowering: Lowering) -> int | None:
+    config = _configuration(lowering)
+    length = config.get("context_length") or config.get("max_position_embeddings")
+    return int(length) if length else None
+
+
 def _model_info(lowering: Lowering, vocab_size: int) -> ModelInfo:
     """What the configuration files beside the model say, with what the graph says as fallback."""
-    file, config = lowering.file, dict(lowering.file.config)
-    folder = file.path.parent
-    for name in ("generation_config.json", "config.json"):
-        for key, value in read_json(folder / name).items():
-            config.setdefault(key, value)
-    length = config.get("context_length") or config.get("max_position_embeddings")
-    lengths = [*([int(length)] if length else []), *lowering.rope_rows]
+    file, config = lowering.file, _configuration(lowering)
+    folder, length = file.path.parent, _context_length(lowering)
+    lengths = [*([length] if length else []), *lowering.rope_rows]
     if not lengths:
         raise ModelError(
             f"{file.path}: cannot tell the context length: "

@@ -216,6 +216,15 @@ def lower_node(lowering: Lowering, node: onnx_ir.Node, rule: Rule | None) -> Non
         lowering.bind(output, Unknown())
 
 
+def refuse_node(lowering: Lowering, node: onnx_ir.Node, reason: str) -> None:
+    """Note why a node cannot be lowered; an empty reason is that of another node."""
+    subject = f"{node.op_type} ({node.domain or 'ai.onnx'})"
+    if reason:
+        lowering.report(node.name or node.op_type, subject, reason)
+    for output in node.outputs:
+        lowering.bind(output.name or "", Unknown())
+
+
 def _check(node: onnx_ir.Node, rule: Rule) -> tuple[dict[str, Any], list[str]]:
     """Attributes with defaults, and what of the node the rule does not understand."""
     found = {name: _plain(attr) for name, attr in node.attributes.items()}

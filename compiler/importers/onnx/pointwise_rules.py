@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir
 
 from atsc.compiler.errors import ModelError
+from atsc.compiler.importers.onnx.canonical.editor import OWN_DOMAIN
 from atsc.compiler.importers.onnx.lowering import Attr, Lowering, OnnxNode, Rule
 from atsc.compiler.importers.onnx.matrix_rules import add_block_offsets
 from atsc.compiler.importers.onnx.operands import (
@@ -135,7 +136,16 @@ def _cast(lowering: Lowering, node: OnnxNode) -> None:
     lowering.bind(node.output(), operand)
 
 
+def _add_positions(lowering: Lowering, node: OnnxNode) -> None:
+    """What canonical/positions.py makes of positions that are added to activations."""
+    x, table = node.rows(0), node.constant(1)
+    lowering.rope_rows.append(table.shape[0])
+    lowering.emit("add_positions", node.name, (x.name, lowering.matrix(table)), node.output())
+    lowering.bind(node.output(), Rows(node.output(), x.width))
+
+
 RULES = (
+    Rule(OWN_DOMAIN, "AddPositions", _add_positions, ("x", "table")),
     *(Rule("", op_type, _binary, ("a", "b")) for op_type in _BINARY),
     *(_activation(kind) for kind in _ACTIVATIONS.values()),
     Rule("", "Gelu", _gelu, ("x",), {"approximate": Attr("none", ("none", "tanh"))}),

@@ -20,7 +20,13 @@ from atsc.passes.optimise import optimise
 
 Export = Callable[[str], Path]
 INT4 = ("llama3-int4-cpu", "qwen3-int4gather-cpu", "qwen3-int4-cpu")
-FLOAT = ("qwen3-fp32-cpu", "gemma2-nowin-fp32-cpu")
+DECOMPOSED = (
+    "optimum-tiny-qwen2",
+    "optimum-tiny-opt",
+    "torch-tiny-llama3-op18",
+    "torch-tiny-qwen3-op23",
+)
+FLOAT = ("qwen3-fp32-cpu", "gemma2-nowin-fp32-cpu", *DECOMPOSED)
 
 
 @functools.cache
@@ -79,6 +85,17 @@ def test_units_keep_their_weights_apart(export: Export) -> None:
     ]
 
 
+@pytest.mark.parametrize("name", DECOMPOSED)
+def test_decomposed_graphs_become_canonical(export: Export, name: str) -> None:
+    """Nothing of masks, angles and norms is left beside the operators that replace them."""
+    graph = optimise(import_onnx(export(name)))
+    ops = {node.op for node in graph.nodes}
+    norm, extra = (
+        ("layer_norm", {"add_positions", "mul"}) if "opt" in name[8:] else ("rms_norm", ())
+    )
+    assert ops == {"embed", "attention", "linear", "select_rows", norm, *extra}
+
+
 def test_model_info_of_a_folder(export: Export) -> None:
     info = import_onnx(export("llama3-int4-cpu")).info
     assert info.name == "llama3-int4-cpu"
@@ -98,10 +115,6 @@ REFUSED = {
         "(11):\n  DequantizeLinear (ai.onnx): operator DequantizeLinear is not supported: "
         "/model/layers.0/attn/qkv_proj/MatMul_DQ_Q4, "
     ],
-    "optimum-tiny-qwen2": ["operator Softmax is not supported: /model/layers.0/self_attn/Softmax"],
-    "optimum-tiny-opt": ["operator Range is not supported", "operator Trilu is not supported"],
-    "torch-tiny-llama3-op18": ["operator GatherND is not supported: node_GatherND_71"],
-    "torch-tiny-qwen3-op23": ["Attention (ai.onnx): operator Attention is not supported"],
 }
 
 

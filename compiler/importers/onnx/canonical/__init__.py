@@ -1,0 +1,1 @@
+"""Rewrites of decomposed ONNX graphs to the contrib-style operators that the importer takes."""

@@ -1,0 +1,353 @@
+"""Attention spelled out, or as Attention of opset 23, to com.microsoft GroupQueryAttention.
+
+region.py finds the parts; here the parameters are measured (rope.py, masks.py, the scale and the
+softcap from single scores), and then the whole part of the graph is computed on random activations
+in several rounds and compared with the attention that takes its place. What differs stays, and is
+refused by the name of its Softmax or Attention node.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from atsc.compiler.importers.onnx.canonical.editor import Editor, Refusal, rms, tolerance
+from atsc.compiler.importers.onnx.canonical.masks import expected, window_of
+from atsc.compiler.importers.onnx.canonical.region import (
+    Region,
+    between,
+    find_region,
+    is_head_major,
+    is_norm,
+    is_rows,
+    leaf,
+    product_after,
+)
+from atsc.compiler.importers.onnx.canonical.rope import (
+    Angles,
+    Span,
+    Turn,
+    rows_as,
+    run_span,
+    turned,
+)
+from atsc.compiler.importers.onnx.canonical.rounds import (
+    SMALL,
+    TYPICAL,
+    Array,
+    Given,
+    Node,
+    NotEvaluable,
+    Round,
+    Value,
+    data_inputs,
+    readers,
+)
+
+_FIRST = Round(0, 1)
+
+
+def rewrite_attention(editor: Editor) -> None:
+    """Rewrite every attention of the graph, or note why not."""
+    angles = Angles(editor)
+    for node in list(editor.graph):
+        if node.op_type not in ("Softmax", "Attention") or node.domain:
+            continue
+        if not editor.rounds.is_data(node.outputs[0]):
+            continue
+        if node.op_type == "Softmax" and product_after(node) is None:
+            continue
+        try:
+            _rewrite(editor, angles, find_region(editor, node))
+        except Refusal as reason:
+            _refuse(editor, node, str(reason))
+        except NotEvaluable as reason:
+            _refuse(editor, node, f"a part of it cannot be evaluated: {reason}")
+
+
+def _refuse(editor: Editor, anchor: Node, reason: str) -> None:
+    """Name the anchor alone, and not every operator around it."""
+    editor.refuse(anchor, reason)
+    rounds = editor.rounds
+    for node in readers(anchor.outputs):
+        if node.op_type in ("IsNaN", "Where", "Cast"):
+            editor.silence(node)
+
+    def is_outside(value: Value) -> bool:
+        maker = value.producer()
+        try:
+            return maker is None or is_norm(maker) or is_rows(rounds, value)
+        except NotEvaluable:
+            return True
+
+    caches = [v for v in editor.graph.outputs if v.shape is not None and len(v.shape) == 4]
+    for value in [*data_inputs(rounds, anchor), *caches]:
+        for node in between(rounds, value, is_outside):
+            editor.silence(node)
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """Heads of q, k or v: where they come from, and what happens to them after any norm."""
+
+    span: Span
+    turn: Turn
+    rows: Value
+    """What takes the place of the source: rows, normalised as the graph does."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    region: Region
+    q: _Side
+    k: _Side
+    v: _Side
+    scale: float
+    softcap: float
+    window: int
+
+
+def _rewrite(editor: Editor, angles: Angles, region: Region) -> None:
+    q = _side(editor, angles, region.query, region.heads, region.size)
+    k = _side(editor, angles, region.keys.new, region.kv_heads, region.size)
+    v = _side(editor, angles, region.values.new, region.kv_heads, region.size)
+    if v.turn.tables is not None or abs(v.turn.scale - 1) > 1e-5:
+        raise Refusal("its values are rotated or scaled")
+    window = window_of(editor, region.masks) if region.masks else 0
+    found = _Found(region, q, k, v, 1.0, 0.0, window)
+    scale, softcap = _score_function(editor, found)
+    found = replace(found, scale=scale, softcap=softcap)
+    for at in SMALL:
+        _check(editor, found, at)
+    _emit(editor, found)
+
+
+def _side(editor: Editor, angles: Angles, heads: Value, count: int, size: int) -> _Side:
+    """Follow heads back to rows; norms of heads on the way are written anew on rows."""
+    source = leaf(editor.rounds, heads)
+    node = source.producer()
+    rounds, normed = editor.rounds, is_norm(node) and not is_rows_of(editor, source)
+    width = count * size
+    columns = width if normed else rounds.shape(source, TYPICAL)[-1]
+    majors = (
+        normed and is_head_major(rounds, source, count),
+        is_head_major(rounds, heads, count) if heads is not source else False,
+    )
+    span = Span(source, heads, count, size, columns, majors)
+    if not normed:
+        span = replace(span, start=_first_column(editor, span))
+        rows = source if columns == width else _columns(editor, span)
+        return _Side(span, angles.measure(span), rows)
+    assert node is not None and node.inputs[0] is not None
+    before = _side(editor, angles, node.inputs[0], count, size)
+    if abs(before.turn.scale - 1) > 1e-5:
+        raise Refusal(f"{node.inputs[0].name} is scaled before its norm")
+    rows = _rotated(editor, before, f"{source.name}/rope")
+    name = f"{node.name or source.name}/rows"
+    grouped = editor.reshape(rows, [1, -1, size], f"{name}/heads")
+    (y,) = editor.node(
+        node.op_type,
+        [grouped, *node.inputs[1:]],
+        name,
+        epsilon=float(node.attributes["epsilon"].value) if "epsilon" in node.attributes else 1e-5,
+        axis=-1,
+    )
+    return _Side(span, angles.measure(span), editor.reshape(y, [1, -1, width], f"{name}/flat"))
+
+
+def is_rows_of(editor: Editor, value: Value) -> bool:
+    """Whether a norm normalises whole rows: then it is no norm of heads."""
+    return len(editor.rounds.shape(value, TYPICAL)) < 4
+
+
+def _first_column(editor: Editor, span: Span) -> int:
+    """Which columns of the source the heads are; found by moving numbered columns at position 0."""
+    columns = np.arange(span.width)
+    one = np.ones((1, span.width), np.float32)
+    scale = run_span(editor, span, _FIRST, one).reshape(-1)
+    if not (abs(scale - scale[0]) <= 1e-3 * abs(scale[0])).all() or not scale[0]:
+        if span.width == span.heads * span.size:
+            return 0
+        raise Refusal(f"{span.output.name} does not select columns of {span.source.name}")
+    digits = [
+        np.rint(run_span(editor, span, _FIRST, part[None].astype(np.float32)).reshape(-1) / scale)
+        for part in (columns // 64, columns % 64)
+    ]
+    taken = (64 * digits[0] + digits[1]).astype(np.int64)
+    if not np.array_equal(taken, np.arange(taken[0], taken[0] + len(taken))):
+        raise Refusal(f"{span.output.name} selects columns of {span.source.name} head by head")
+    return int(taken[0])
+
+
+def _columns(editor: Editor, span: Span) -> Value:
+    """The selected columns of packed rows, by a Split."""
+    width = span.heads * span.size
+    sizes = [span.start, width, span.width - span.start - width]
+    kept = [size for size in sizes if size]
+    name = f"{span.output.name}/columns"
+    split = editor.constant(f"{name}/sizes", np.array(kept, np.int64))
+    parts = editor.node("Split", [span.source, split], name, num_outputs=len(kept), axis=-1)
+    return parts[0 if not span.start else 1]
+
+
+def _rotated(editor: Editor, side: _Side, name: str) -> Value:
+    if side.turn.tables is None:
+        return side.rows
+    cos, sin = side.turn.tables
+    assert cos.const_value is not None
+    pairs = cos.const_value.numpy().shape[1]
+    (y,) = editor.node(
+        "RotaryEmbedding",
+        [side.rows, editor.positions(), cos, sin],
+        name,
+        domain="com.microsoft",
+        interleaved=int(side.turn.interleaved),
+        num_heads=side.span.heads,
+        rotary_embedding_dim=2 * pairs,
+    )
+    return y
+
+
+def _score_function(editor: Editor, found: _Found) -> tuple[float, float]:
+    """Scale and softcap, from the score of the first token with itself."""
+    region, size = found.region, found.region.size
+    if region.scores is None:
+        return _attributes(found)
+
+    def score(q: float, k: float) -> float:
+        given = {}
+        for side, factor in ((found.q, q), (found.k, k)):
+            rows = np.zeros((1, side.span.width), np.float32)
+            rows[:, side.span.start] = factor
+            first = rows.reshape(1, -1)
+            first[:, side.span.selected] = np.tile(
+                factor * np.eye(1, size, dtype=np.float32)[0], side.span.heads
+            )
+            given[side.span.source] = rows_as(editor, side.span, _FIRST, first)
+        given |= _empty_caches(region)
+        assert region.scores is not None
+        result = editor.rounds.region(region.scores, _FIRST, given)
+        return float(result.reshape(-1)[0])
+
+    unit = score(0.0625, 0.0625) * 256
+    scale = unit / (_at_first(found.q.turn) * _at_first(found.k.turn))
+    usual = 1 / math.sqrt(size)
+    if abs(scale - usual) < 1e-3 * usual:
+        scale = usual
+    if not region.has_tanh:
+        return scale, 0.0
+    softcap = score(1e3, 1e3)
+    # A score of 1/256 of the unit is far from the cap only to the third order of their ratio.
+    return scale, round(softcap, 4)
+
+
+def _at_first(turn: Turn) -> float:
+    """cos of the first pair at position 0: 1, or YaRN's factor."""
+    if turn.tables is None:
+        return 1.0
+    tensor = turn.tables[0].const_value
+    assert tensor is not None
+    return float(np.asarray(tensor.numpy())[0, 0])
+
+
+def _attributes(found: _Found) -> tuple[float, float]:
+    attributes, size = found.region.anchor.attributes, found.region.size
+    given = float(attributes["scale"].value) if "scale" in attributes else 0.0
+    softcap = float(attributes["softcap"].value) if "softcap" in attributes else 0.0
+    scale = (given or 1 / math.sqrt(size)) * found.q.turn.scale * found.k.turn.scale
+    return scale, softcap
+
+
+def _empty_caches(region: Region) -> dict[Value, Array]:
+    empty = np.zeros((1, region.kv_heads, 0, region.size), np.float32)
+    return {region.keys.past: empty, region.values.past: empty}
+
+
+def _check(editor: Editor, found: _Found, at: Round) -> None:
+    """Compare the part of the graph with the attention that takes its place."""
+    region, rng = found.region, np.random.default_rng(at.total)
+    given: dict[Value, Array] = {}
+    heads = []
+    for side in (found.q, found.k, found.v):
+        span = side.span
+        if span.source in given:
+            rows = given[span.source].reshape(at.tokens, span.width)
+        else:
+            rows = rng.standard_normal((at.tokens, span.width)).astype(np.float32)
+            given[span.source] = rows_as(editor, span, at, rows)
+        shaped = rows[:, span.selected].reshape(at.tokens, span.heads, span.size)
+        heads.append(turned(shaped, side.turn, at).astype(np.float64))
+    shape = (1, region.kv_heads, at.past, region.size)
+    pasts = [rng.standard_normal(shape).astype(np.float32) for _ in range(2)]
+    given |= {region.keys.past: pasts[0], region.values.past: pasts[1]}
+    # The graph's cache holds scaled keys, ours does not: the scale is part of `found.scale`.
+    keys = np.concatenate([pasts[0][0].swapaxes(0, 1) / found.k.turn.scale, heads[1]])
+    values = np.concatenate([pasts[1][0].swapaxes(0, 1), heads[2]])
+    wanted = _attend(found, at, heads[0], keys, values)
+    actual = editor.rounds.region(region.output, at, given)
+    if rms(actual.reshape(at.tokens, -1), wanted) > tolerance(actual):
+        raise Refusal(
+            f"what it computes is not causal attention of {region.heads} heads of {region.size}: "
+            f"it differs for {at.tokens} tokens after {at.past}"
+        )
+    _check_present(editor, found, at, given)
+
+
+def _attend(found: _Found, at: Round, q: Array, k: Array, v: Array) -> Array:
+    group = found.region.heads // found.region.kv_heads
+    scores = np.einsum("mhd,thd->hmt", q, np.repeat(k, group, 1)) * found.scale
+    if found.softcap:
+        scores = found.softcap * np.tanh(scores / found.softcap)
+    scores = np.where(expected(at, found.window), scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    mixed = np.einsum("hmt,thd->mhd", weights, np.repeat(v, group, 1))
+    rows: Array = mixed.reshape(at.tokens, -1)
+    return rows
+
+
+def _check_present(editor: Editor, found: _Found, at: Round, given: Given) -> None:
+    """The caches that go out must be those that came in, and the new heads behind them."""
+    for cache in (found.region.keys, found.region.values):
+        present = editor.rounds.region(cache.present, at, given)
+        if present.shape != (1, found.region.kv_heads, at.total, found.region.size) or not (
+            np.array_equal(present[:, :, : at.past], given[cache.past])
+        ):
+            raise Refusal(f"{cache.present.name} is not {cache.past.name} with new tokens behind")
+
+
+def _emit(editor: Editor, found: _Found) -> None:
+    region, q, k, v = found.region, found.q, found.k, found.v
+    name = region.anchor.name or region.output.name or "attention"
+    tables = q.turn.tables
+    if tables == k.turn.tables and q.turn.interleaved == k.turn.interleaved:
+        names: list[Value | None] = [q.rows, k.rows, v.rows]
+    else:
+        tables = None
+        names = [_rotated(editor, q, f"{name}/q_rope"), _rotated(editor, k, f"{name}/k_rope")]
+        names.append(v.rows)
+    sources = [side.span.source for side in (q, k, v)]
+    starts = [0, region.heads * region.size, (region.heads + region.kv_heads) * region.size]
+    packed = sources[0] is sources[1] is sources[2] and q.span.width > region.heads * region.size
+    if packed and names[0] is q.rows and [s.span.start for s in (q, k, v)] == starts:
+        names = [sources[0], None, None]
+    seqlens, total = editor.lengths()
+    outputs = editor.node(
+        "GroupQueryAttention",
+        [*names, region.keys.past, region.values.past, seqlens, total, *(tables or ())],
+        f"{name}/attention",
+        domain="com.microsoft",
+        num_outputs=3,
+        num_heads=region.heads,
+        kv_num_heads=region.kv_heads,
+        scale=found.scale,
+        softcap=found.softcap,
+        local_window_size=found.window or -1,
+        do_rotary=int(tables is not None),
+        rotary_interleaved=int(q.turn.interleaved and tables is not None),
+    )
+    editor.replace(region.output, outputs[0])
+    for cache, output in zip((region.keys, region.values), outputs[1:], strict=True):
+        editor.replace(cache.present, output)

@@ -1,0 +1,58 @@
+"""canonicalize: decomposed decoders as the operators that the importer takes. Start reading here.
+
+    branches     the If of a merged decoder          -> its branch with a cache
+    norms        RMSNorm, LayerNorm                  -> SimplifiedLayerNormalization and
+                                                        LayerNormalization
+    positions    rows added by position              -> AddPositions
+    attention    Softmax or Attention-23, with rope, -> GroupQueryAttention
+                 masks, caches, repeated heads
+    activations  gelu spelled with Erf or Tanh       -> Gelu
+    movements    what leaves every element in place  -> Reshape, or nothing
+
+A rewrite finds a part of the graph by an anchor node, measures its parameters and proves them by
+values (rounds.py). To add one: a module with `rewrite_NAME(editor)`, and a line below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import onnx_ir
+
+from atsc.compiler.importers.onnx.canonical.attention import rewrite_attention
+from atsc.compiler.importers.onnx.canonical.editor import Editor
+from atsc.compiler.importers.onnx.canonical.movements import rewrite_movements
+from atsc.compiler.importers.onnx.canonical.norms import rewrite_norms
+from atsc.compiler.importers.onnx.canonical.positions import rewrite_positions
+from atsc.compiler.importers.onnx.canonical.rounds import Rounds
+
+_REWRITES = (rewrite_norms, rewrite_positions, rewrite_attention, rewrite_movements)
+
+
+def canonicalize(
+    graph: onnx_ir.Graph, kinds: Mapping[str, str], context_length: int | None
+) -> Mapping[str, str]:
+    """Rewrite a graph in place; unused nodes are left for the caller to remove.
+
+    Args:
+        graph: the decoder.
+        kinds: what each input is: ids, mask, positions, past, flag, or anything else.
+        context_length: positions for which tables are made; None: as many as there are in the
+            graph, at most `rope.DEFAULT_POSITIONS`.
+
+    Returns:
+        Why an attention was not rewritten, by name of its Softmax or Attention node; empty for the
+        nodes around it, which need no message of their own.
+    """
+    for node in graph:
+        if node.op_type == "Constant" and not node.domain and "value" in node.attributes:
+            node.outputs[0].const_value = node.attributes["value"].value
+    editor = Editor(graph, Rounds(graph, kinds))
+    editor.context_length = context_length
+    for rewrite in _REWRITES:
+        rewrite(editor)
+    if editor.refused:
+        for node in graph:
+            if node.outputs and editor.rounds.depends(node.outputs[0]) == "round":
+                editor.silence(node)
+    return editor.refused

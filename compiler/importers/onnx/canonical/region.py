@@ -1,0 +1,268 @@
+"""Where an attention begins and ends in a decomposed graph.
+
+    rows -> [norm] -> rope -> Concat with the cache -> repeat -> products, mask, softmax -> rows
+
+The anchor is a Softmax over activations, or an Attention node (opset 23). From there the parts are
+found by walking over whatever operators there are, until a value has the shape of rows again, or
+comes of a norm, or of a cache that is an input of the model. Nothing is concluded from the
+operators on the way: attention.py proves the whole by its values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from atsc.compiler.importers.onnx.canonical.editor import Editor, Refusal
+from atsc.compiler.importers.onnx.canonical.masks import Mask
+from atsc.compiler.importers.onnx.canonical.rounds import (
+    MOVEMENTS,
+    SMALL,
+    TYPICAL,
+    Node,
+    Rounds,
+    Value,
+    data_inputs,
+    readers,
+)
+
+_NORMS = ("SimplifiedLayerNormalization", "RMSNormalization", "LayerNormalization")
+_AFTER_SOFTMAX = ("Cast", "Where", "Identity", "Dropout")
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """Where new keys or values [1, heads, M, size] join those of earlier rounds."""
+
+    past: Value
+    new: Value
+    present: Value
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One attention of the graph."""
+
+    anchor: Node
+    query: Value
+    """Heads as they enter the product with the keys."""
+    keys: Cache
+    values: Cache
+    scores: Value | None
+    """What the softmax reads; None inside of an Attention node."""
+    output: Value
+    """Rows [1, M, heads * size]."""
+    heads: int
+    kv_heads: int
+    size: int
+    has_tanh: bool
+    masks: list[Mask]
+
+
+def is_norm(node: Node | None) -> bool:
+    """Whether a node normalises its last axis."""
+    return node is not None and node.op_type in _NORMS and not node.domain
+
+
+def is_rows(rounds: Rounds, value: Value) -> bool:
+    """Whether a value is [1, M, W] or [M, W] in every round."""
+    for at in SMALL:
+        shape = rounds.shape(value, at)
+        if not (len(shape) in (2, 3) and shape[-2] == at.tokens and shape[0] in (1, at.tokens)):
+            return False
+        if len(shape) == 3 and shape[0] != 1:
+            return False
+    return True
+
+
+def is_head_major(rounds: Rounds, value: Value, heads: int) -> bool:
+    """Whether a value [.., M, D] has its heads outside, and not [1, M, H, D] or rows.
+
+    Raises:
+        Refusal: it is neither.
+    """
+    shape, single = (rounds.shape(value, at) for at in (TYPICAL, SMALL[2]))
+    if len(shape) >= 3 and shape[-2] == TYPICAL.tokens and single[-2] == 1:
+        return not is_rows(rounds, value) or heads == 1
+    if len(shape) >= 3 and shape[-2] == heads and shape[-3] == TYPICAL.tokens:
+        return False
+    raise Refusal(f"{value.name} {list(shape)} are no heads")
+
+
+def find_region(editor: Editor, anchor: Node) -> Region:
+    """The attention around an anchor.
+
+    Raises:
+        Refusal: some part is missing.
+        NotEvaluable: a shape cannot be told.
+    """
+    rounds = editor.rounds
+    fused = anchor.op_type == "Attention"
+    query, keys, values, mixed = _fused_parts(anchor) if fused else _plain_parts(rounds, anchor)
+    caches = [_cache(editor, value, anchor, k) for k, value in enumerate((keys, values))]
+    past = rounds.shape(caches[0].past, TYPICAL)
+    if past[2] != TYPICAL.past or rounds.shape(caches[1].past, TYPICAL) != past:
+        raise Refusal(f"{caches[0].past.name} and {caches[1].past.name} are no [1, heads, P, size]")
+    kv_heads, size = past[1], past[3]
+    width = _size(rounds.shape(query, TYPICAL)) // TYPICAL.tokens
+    if width % size or (width // size) % kv_heads:
+        raise Refusal(f"{width} columns of queries do not fit {kv_heads} heads of {size}")
+    output = _output(rounds, mixed, width)
+    scores = None if fused else anchor.inputs[0]
+    leaves = [query, caches[0].present, caches[1].present, caches[0].new, caches[1].new]
+    nodes = between(rounds, output, lambda value: value in leaves)
+    return Region(
+        anchor,
+        query,
+        caches[0],
+        caches[1],
+        scores,
+        output,
+        width // size,
+        kv_heads,
+        size,
+        any(node.op_type == "Tanh" for node in nodes),
+        _masks(rounds, nodes),
+    )
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _fused_parts(anchor: Node) -> tuple[Value, Value, Value, Value]:
+    query, keys, values = anchor.inputs[:3]
+    if query is None or keys is None or values is None:
+        raise Refusal("an input of q, k, v is missing")
+    return query, keys, values, anchor.outputs[0]
+
+
+def _plain_parts(rounds: Rounds, anchor: Node) -> tuple[Value, Value, Value, Value]:
+    """q and k of the product before the softmax, v of the one after it, and its result."""
+    mix = product_after(anchor)
+    if mix is None:
+        raise Refusal("its result does not go into a product with values")
+    value = mix.inputs[1]
+    node, reached = anchor, anchor.inputs[0]
+    for _ in range(16):
+        assert reached is not None
+        maker = reached.producer()
+        if maker is None:
+            break
+        inputs = data_inputs(rounds, maker)
+        if maker.op_type == "MatMul" and len(inputs) == 2:
+            assert value is not None
+            return inputs[0], inputs[1], value, mix.outputs[0]
+        if len(inputs) != 1:
+            break
+        node, reached = maker, inputs[0]
+    raise Refusal(f"no product of queries and keys leads to it (from {node.name})")
+
+
+def product_after(anchor: Node) -> Node | None:
+    """The product of attention weights with the values; None: the softmax is for something else."""
+    weights = anchor.outputs[0]
+    for _ in range(6):
+        nodes = [node for node in readers([weights]) if node.op_type != "IsNaN"]
+        if len(nodes) == 1 and nodes[0].op_type == "MatMul" and nodes[0].inputs[0] is weights:
+            return nodes[0]
+        if len(nodes) != 1 or nodes[0].op_type not in _AFTER_SOFTMAX:
+            break
+        weights = nodes[0].outputs[0]
+    return None
+
+
+def _cache(editor: Editor, value: Value, anchor: Node, index: int) -> Cache:
+    """Where keys (0) or values (1) join the cache."""
+    rounds = editor.rounds
+    if anchor.op_type == "Attention" and len(anchor.inputs) > 5 and anchor.inputs[4 + index]:
+        past = anchor.inputs[4 + index]
+        assert past is not None
+        return Cache(past, value, anchor.outputs[1 + index])
+    reached = value
+    for _ in range(16):
+        maker = reached.producer()
+        inputs = [] if maker is None else data_inputs(rounds, maker)
+        if maker is None:
+            break
+        if maker.op_type == "Concat" and len(inputs) == 2 and rounds.is_past(inputs[0]):
+            return Cache(inputs[0], inputs[1], reached)
+        if len(inputs) != 1:
+            break
+        reached = inputs[0]
+    raise Refusal(
+        f"{'values' if index else 'keys'} {value.name} do not come of a Concat with a cache that "
+        "is an input of the model (export with past_key_values, and rope before the cache)"
+    )
+
+
+def _output(rounds: Rounds, value: Value, width: int) -> Value:
+    """The mixed values as rows."""
+    for _ in range(8):
+        if is_rows(rounds, value) and rounds.shape(value, TYPICAL)[-1] == width:
+            return value
+        nodes = readers([value])
+        moves = [n for n in nodes if n.op_type in MOVEMENTS]
+        if len(nodes) != 1 or not moves:
+            break
+        value = nodes[0].outputs[0]
+    raise Refusal("its heads are not put side by side as rows")
+
+
+def between(rounds: Rounds, output: Value, is_leaf: Callable[[Value], bool]) -> list[Node]:
+    """The nodes with activations that lead from the leaves to a value."""
+    found: dict[Node, None] = {}
+    stack = [output]
+    while stack:
+        value = stack.pop()
+        node = value.producer()
+        if node is None or node in found or is_leaf(value):
+            continue
+        found[node] = None
+        if node.op_type not in ("Shape", "Size"):
+            stack.extend(data_inputs(rounds, node))
+    return list(found)
+
+
+def _masks(rounds: Rounds, nodes: list[Node]) -> list[Mask]:
+    masks: dict[Value, Mask] = {}
+    for node in nodes:
+        for slot, value in enumerate(node.inputs):
+            if value is None or rounds.depends(value) != "round":
+                continue
+            shape = rounds.shape(value, TYPICAL)
+            if len(shape) < 2 or shape[-1] != TYPICAL.total:
+                continue
+            hides = node.op_type == "Where" and slot == 0 and rounds.is_data(node.inputs[2])
+            masks[value] = Mask(value, hides)
+    return list(masks.values())
+
+
+def leaf(rounds: Rounds, value: Value) -> Value:
+    """The rows, or the output of a norm over heads, that heads come of.
+
+    Raises:
+        Refusal: they come of several values, or of none of these.
+    """
+    leaves: dict[Value, None] = {}
+    stack, seen = [value], set[Value]()
+    while stack:
+        current = stack.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        node = current.producer()
+        if is_rows(rounds, current) or is_norm(node):
+            leaves[current] = None
+            continue
+        inputs = [] if node is None else data_inputs(rounds, node)
+        if not inputs or len(seen) > 64:
+            raise Refusal(f"{value.name} does not come of rows of activations")
+        stack.extend(inputs)
+    if len(leaves) != 1:
+        names = ", ".join(v.name or "?" for v in leaves)
+        raise Refusal(f"{value.name} comes of several rows of activations: {names}")
+    return next(iter(leaves))

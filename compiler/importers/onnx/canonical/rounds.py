@@ -1,0 +1,350 @@
+"""What the values of an ONNX graph are in a given round, computed without the model's weights.
+
+A decoder's graph has two halves. One computes activations from token ids, caches and weights. The
+other computes shapes, masks, positions and angles from the sizes of the inputs, attention_mask and
+position_ids alone; for a batch of one contiguous sequence these inputs are known in any round, so
+the whole half can be evaluated there, by onnx's ReferenceEvaluator. That is how the rewrites beside
+this module prove what a graph does, instead of recognising how an exporter spelled it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir
+from numpy.typing import NDArray
+from onnx.reference import ReferenceEvaluator
+
+Array = NDArray[Any]
+Value = onnx_ir.Value
+Node = onnx_ir.Node
+Given = Mapping[Value, Array]
+
+MOVEMENTS = (
+    *("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Expand", "Tile", "Concat"),
+    *("Slice", "Split", "Gather", "GatherElements", "GatherND", "Pad"),
+    *("Identity", "Cast", "Dropout"),
+)
+"""Operators of the default domain that only move elements, or change their float type."""
+_TABLES = {"Gather", "GatherBlockQuantized"}
+
+
+class NotEvaluable(Exception):
+    """A value depends on activations, or the graph cannot be computed in that round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """So many tokens go in after so many that are in the caches."""
+
+    past: int
+    tokens: int
+
+    @property
+    def total(self) -> int:
+        """Tokens in the caches afterwards."""
+        return self.past + self.tokens
+
+
+SMALL = (Round(0, 1), Round(0, 4), Round(3, 1), Round(2, 5))
+"""Rounds at which rewrites are checked: first, later, one token, several; sizes all different."""
+TYPICAL = SMALL[-1]
+
+
+class Rounds:
+    """Values of one graph at rounds of our choice."""
+
+    def __init__(self, graph: onnx_ir.Graph, kinds: Mapping[str, str]) -> None:
+        """`kinds` says for each input of the graph what it is: ids, mask, positions, past, ..."""
+        self.graph = graph
+        self._kinds = {value: kinds.get(value.name or "", "") for value in graph.inputs}
+        self._depends: dict[Value, str] = {}
+        self._values: dict[tuple[Value, Round], Array] = {}
+        self._shapes: dict[tuple[Value, Round], tuple[int, ...]] = {}
+        self._operators: dict[tuple[object, ...], ReferenceEvaluator] = {}
+
+    def depends(self, value: Value) -> str:
+        """`data`: on ids, caches or products of weights; `round`: on sizes; `constant`."""
+        for node in _ancestors(value, lambda v: v in self._depends):
+            if _reads_shape(node):
+                found = "round"
+            else:
+                read = {self._source(v) for v in node.inputs if v is not None}
+                found = "data" if "data" in read else "round" if "round" in read else "constant"
+                if node.domain == "com.microsoft" and found == "round":
+                    found = "data"
+            for output in node.outputs:
+                self._depends[output] = found
+        return self._source(value)
+
+    def is_data(self, value: Value | None) -> bool:
+        """Whether the value carries activations."""
+        return value is not None and self.depends(value) == "data"
+
+    def kind(self, value: Value) -> str:
+        """What an input of the graph is; empty for anything else."""
+        return self._kinds.get(value, "")
+
+    def add_input(self, value: Value, kind: str) -> None:
+        """Say what a new input of the graph is."""
+        self._kinds[value] = kind
+
+    def is_past(self, value: Value) -> bool:
+        """Whether the value is a cache that is an input of the model."""
+        return self._kinds.get(value) == "past"
+
+    def _source(self, value: Value) -> str:
+        if value in self._depends:
+            return self._depends[value]
+        if value.const_value is not None and value not in self._kinds:
+            return "constant"
+        kind = self._kinds.get(value, "unknown")
+        return "round" if kind in ("mask", "positions", "flag") else "data"
+
+    def value(self, value: Value, at: Round) -> Array:
+        """A value that depends on the round alone.
+
+        Raises:
+            NotEvaluable: it depends on activations, or cannot be computed.
+        """
+        return self.region(value, at, {})
+
+    def region(self, value: Value, at: Round, given: Given) -> Array:
+        """A value computed from those given, and from what depends on the round alone.
+
+        Raises:
+            NotEvaluable: it depends on other activations too, or cannot be computed.
+        """
+        local: dict[Value, Array] = dict(given)
+
+        def known(v: Value) -> bool:
+            return v in local or (v, at) in self._values
+
+        for node in _ancestors(value, known):
+            if all(known(v) for v in node.outputs if v.name):
+                continue
+            if _reads_shape(node):
+                results = [self._shape_node(node, at)]
+            else:
+                inputs = [None if v is None else self._need(v, at, local) for v in node.inputs]
+                results = self._run(node, inputs)
+            own = not self.is_data(node.outputs[0])
+            for output, result in zip(node.outputs, results, strict=False):
+                if own:
+                    self._values[output, at] = result
+                else:
+                    local[output] = result
+        return self._need(value, at, local)
+
+    def _need(self, value: Value, at: Round, local: Given) -> Array:
+        if value in local:
+            return local[value]
+        if (value, at) in self._values:
+            return self._values[value, at]
+        kind = self._kinds.get(value)
+        if kind == "mask":
+            return np.ones((1, at.total), np.int64)
+        if kind == "positions":
+            return np.arange(at.past, at.total, dtype=np.int64)[None]
+        if kind == "flag":
+            return np.ones(tuple(self.shape(value, at)), np.int64)
+        if value.const_value is not None and kind is None:
+            return np.asarray(value.const_value.numpy())
+        raise NotEvaluable(f"it depends on {value.name}")
+
+    def _shape_node(self, node: Node, at: Round) -> Array:
+        source = node.inputs[0]
+        assert source is not None
+        shape = np.array(self.shape(source, at), np.int64)
+        if node.op_type == "Size":
+            return np.array(np.prod(shape), np.int64)
+        return shape[_int(node, "start", 0) : _int(node, "end", None)]
+
+    def _run(self, node: Node, inputs: list[Array | None]) -> list[Array]:
+        names = [f"i{k}" if array is not None else "" for k, array in enumerate(inputs)]
+        attrs = tuple(sorted((a.name, _attr_key(a)) for a in node.attributes.values()))
+        key = (node.domain, node.op_type, tuple(names), len(node.outputs), attrs)
+        try:
+            if key not in self._operators:
+                self._operators[key] = ReferenceEvaluator(self._model_of(node, names))
+            feeds = {name: array for name, array in zip(names, inputs, strict=True) if name}
+            with np.errstate(all="ignore"):
+                return [np.asarray(result) for result in self._operators[key].run(None, feeds)]
+        except Exception as error:  # the evaluator raises whatever numpy and onnx raise
+            raise NotEvaluable(f"{node.name or node.op_type}: {error}") from error
+
+    def _model_of(self, node: Node, names: list[str]) -> onnx.ModelProto:
+        """The node alone, as a model."""
+        proto = onnx_ir.serde.serialize_node(node)
+        del proto.input[:], proto.output[:]
+        proto.input.extend(names)
+        proto.output.extend(f"o{k}" for k in range(len(node.outputs)))
+        info = onnx.helper.make_empty_tensor_value_info
+        graph = onnx.helper.make_graph(
+            [proto], "node", [info(n) for n in names if n], [info(n) for n in proto.output]
+        )
+        versions = {"": 18, **self.graph.opset_imports}
+        opsets = [onnx.helper.make_opsetid(domain, v) for domain, v in versions.items()]
+        return onnx.helper.make_model(graph, opset_imports=opsets)
+
+    def shape(self, value: Value, at: Round) -> tuple[int, ...]:
+        """The shape of any value in a round; weights are not read for it.
+
+        Raises:
+            NotEvaluable: the shape cannot be told.
+        """
+
+        def known(v: Value) -> bool:
+            return (v, at) in self._shapes
+
+        for node in _ancestors(value, known, through_shapes=True):
+            shapes = self._node_shapes(node, at)
+            for output, shape in zip(node.outputs, shapes, strict=False):
+                self._shapes[output, at] = shape
+        return self._shape_of(value, at)
+
+    def _shape_of(self, value: Value, at: Round) -> tuple[int, ...]:
+        if (value, at) in self._shapes:
+            return self._shapes[value, at]
+        if value.const_value is not None and value not in self._kinds:
+            return tuple(value.const_value.shape.numpy())
+        kind, shape = self._kinds.get(value, ""), value.shape
+        if kind in ("ids", "positions"):
+            return (1, at.tokens)
+        if kind == "mask":
+            return (1, at.total)
+        if shape is None:
+            raise NotEvaluable(f"the shape of {value.name} is not known")
+        sizes = [d if isinstance(d, int) else None for d in shape]
+        if kind == "flag":
+            return tuple(d or 1 for d in sizes)
+        if kind != "past" or len(sizes) != 4:
+            raise NotEvaluable(f"the shape of {value.name} is not known")
+        free = [i for i in range(1, 4) if sizes[i] is None]
+        if len(free) != 1:
+            raise NotEvaluable(f"{value.name} {shape} does not tell which dimension grows")
+        return tuple(1 if i == 0 else at.past if i in free else d or 0 for i, d in enumerate(sizes))
+
+    def _node_shapes(self, node: Node, at: Round) -> list[tuple[int, ...]]:
+        output = node.outputs[0]
+        if not self.is_data(output) and self.depends(output) == "round":
+            return [self.value(output, at).shape for output in node.outputs]
+        shapes = [() if v is None else self._shape_of(v, at) for v in node.inputs]
+        if node.op_type == "MatMul":
+            return [_product_shape(shapes[0], shapes[1])]
+        if node.op_type == "Gemm":
+            (a, b), swap = shapes[:2], _int(node, "transB", 0)
+            return [(a[1 if _int(node, "transA", 0) else 0], b[0 if swap else 1])]
+        if node.op_type == "MatMulNBits":
+            return [(*shapes[0][:-1], _int(node, "N", 0) or 0)]
+        if node.op_type == "GroupQueryAttention":
+            return _attention_shapes(node, shapes, at)
+        if node.op_type == "AddPositions":
+            return [shapes[0]]
+        if node.op_type in _TABLES and not self.is_data(node.inputs[0]):
+            axis = _int(node, "axis", 0) or 0
+            return [(*shapes[0][:axis], *shapes[1], *shapes[0][axis + 1 :])]
+        if node.op_type in MOVEMENTS or node.op_type.startswith("Reduce"):
+            inputs = [
+                None if v is None else self._stand_in(v, shape, at)
+                for v, shape in zip(node.inputs, shapes, strict=True)
+            ]
+            return [result.shape for result in self._run(node, inputs)]
+        if node.op_type in ("Attention", "RotaryEmbedding") or "Norm" in node.op_type:
+            return [shapes[0]]
+        try:
+            return [np.broadcast_shapes(*shapes)] * len(node.outputs)
+        except ValueError as error:
+            raise NotEvaluable(f"{node.name}: {error}") from None
+
+    def _stand_in(self, value: Value, shape: tuple[int, ...], at: Round) -> Array:
+        """Something of the same shape: an index, or activations and weights that take no memory."""
+        is_weight = value.const_value is not None and value.const_value.size > 4096
+        if self.is_data(value) or is_weight:
+            return np.broadcast_to(np.float32(0), shape)
+        return self.value(value, at)
+
+
+def _attention_shapes(
+    node: Node, shapes: list[tuple[int, ...]], at: Round
+) -> list[tuple[int, ...]]:
+    heads, kv_heads = _int(node, "num_heads", 1) or 1, _int(node, "kv_num_heads", 1) or 1
+    shares = heads if node.inputs[1] is not None else heads + 2 * kv_heads
+    size = shapes[0][-1] // shares
+    cache = (1, kv_heads, at.total, size)
+    return [(*shapes[0][:-1], heads * size), cache, cache]
+
+
+def _product_shape(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+    if min(len(a), len(b)) < 2:
+        raise NotEvaluable("a product with a vector")
+    try:
+        return (*np.broadcast_shapes(a[:-2], b[:-2]), a[-2], b[-1])
+    except ValueError as error:
+        raise NotEvaluable(str(error)) from None
+
+
+def _int(node: Node, name: str, default: int | None) -> int | None:
+    attr = node.attributes.get(name)
+    return default if attr is None else int(attr.value)
+
+
+def _attr_key(attr: onnx_ir.Attr) -> str | bytes:
+    value = attr.value
+    if isinstance(value, onnx_ir.TensorProtocol):
+        return bytes(value.tobytes()) + str((value.dtype, value.shape)).encode()
+    return repr(value)
+
+
+def _reads_shape(node: Node) -> bool:
+    return node.op_type in ("Shape", "Size") and not node.domain
+
+
+def _ancestors(
+    value: Value, known: Callable[[Value], bool], *, through_shapes: bool = False
+) -> Iterator[Node]:
+    """The nodes that a value needs, makers first; those whose outputs are known are left out.
+
+    What only the shape is read of counts where the shapes themselves are wanted.
+    """
+    done: set[Node] = set()
+    stack: list[tuple[Value, bool]] = [(value, False)]
+    while stack:
+        current, ready = stack.pop()
+        node = current.producer()
+        if node is None or node in done or (not ready and known(current)):
+            continue
+        if ready:
+            done.add(node)
+            yield node
+            continue
+        stack.append((current, True))
+        if through_shapes or not _reads_shape(node):
+            stack.extend((v, False) for v in node.inputs if v is not None)
+
+
+def constant_of(value: Value | None) -> Array | None:
+    """A small constant's elements, or None."""
+    if value is None or value.const_value is None or value.const_value.size > 64:
+        return None
+    if value.is_graph_input():
+        return None
+    return np.asarray(value.const_value.numpy())
+
+
+def data_inputs(rounds: Rounds, node: Node) -> list[Value]:
+    """The inputs of a node that carry activations."""
+    return [v for v in node.inputs if v is not None and rounds.is_data(v)]
+
+
+def readers(values: Iterable[Value]) -> list[Node]:
+    """The nodes that read any of the values, each once."""
+    found: dict[Node, None] = {}
+    for value in values:
+        for use in value.uses():
+            found[use.node] = None
+    return list(found)
