@@ -22,6 +22,7 @@ MESSAGE_BYTES, REASON_BYTES = 1024, 128
 
 WEIGHTS_MAP, WEIGHTS_READ = 0, 1
 TRANSFERS = ("load-aware", "static", "none")
+ROUNDS = ("graph", "launches", "synchronous")
 ROUND_KINDS = ("decode", "prefill")
 LOGITS_LAST, LOGITS_NONE, LOGITS_ALL, LOGITS_ROWS = range(4)
 TRACKS = ("cpu", "cpu wait", "device", "device wait", "copy")
@@ -92,6 +93,7 @@ class PlanOptions(_Sized):
         ("transfer", ctypes.c_int32),
         ("drift_threshold", ctypes.c_double),
         ("reschedule_interval", ctypes.c_double),
+        ("rounds", ctypes.c_int32),
     )
 
 
@@ -240,6 +242,32 @@ class Change(_Sized):
     )
 
 
+class Tensor(_Sized):
+    """atsc_tensor."""
+
+    _fields_ = (
+        ("struct_size", ctypes.c_size_t),
+        ("name", ctypes.c_char_p),
+        ("type", ctypes.c_int32),
+        ("rank", ctypes.c_int32),
+        ("shape", ctypes.c_int64 * MAX_RANK),
+        ("data", ctypes.c_void_p),
+        ("bytes", ctypes.c_uint64),
+    )
+
+
+class GraphInfo(_Sized):
+    """atsc_graph_info."""
+
+    _fields_ = (
+        ("struct_size", ctypes.c_size_t),
+        ("num_inputs", ctypes.c_int32),
+        ("num_outputs", ctypes.c_int32),
+        ("input_names", ctypes.POINTER(ctypes.c_char_p)),
+        ("output_names", ctypes.POINTER(ctypes.c_char_p)),
+    )
+
+
 # Function -> its parameters before the message, in the order of atsc_api.
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "plan_open": (ctypes.POINTER(PlanOptions), ctypes.POINTER(Handle)),
@@ -263,6 +291,11 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "plan_get_events": (Handle, ctypes.POINTER(Event), ctypes.c_int64, Int64Pointer),
     "session_set_recording": (Handle, ctypes.c_int32),
     "session_take_round": (Handle, ctypes.POINTER(Round)),
+    "plan_get_graph": (Handle, ctypes.POINTER(GraphInfo)),
+    "plan_run": (
+        *(Handle, ctypes.POINTER(Tensor), ctypes.c_int32),
+        *(ctypes.POINTER(Tensor), ctypes.c_int32),
+    ),
     "plan_take_change": (Handle, ctypes.POINTER(Change)),
 }
 

@@ -15,7 +15,7 @@ import re
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from atsc.compiler import plan as manifests
 from atsc.compiler.errors import AtscError, PlanError, UsageError
-from atsc.runtime import capi
+from atsc.runtime import capi, tensors
 from atsc.runtime.rounds import Change, Event, Round, change_of, event_of, round_of
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ F32Array = NDArray[np.float32]
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 LogitRows = Literal["last", "all", "none"] | Sequence[int] | NDArray[np.integer[Any]]
 Transfer = Literal["load-aware", "static", "none"]
+Rounds = Literal["graph", "launches", "synchronous"]
 
 _NAMED_ROWS = {
     "last": capi.LOGITS_LAST,
@@ -59,6 +60,7 @@ def load(
     transfer: Transfer = "load-aware",
     drift_threshold: float = 0.15,
     reschedule_interval: float = 5.0,
+    rounds: Rounds = "graph",
 ) -> Plan:
     """Check a plan folder and open it. This runs native code from the folder.
 
@@ -81,6 +83,8 @@ def load(
             compiled with, "none" copies in long prefill rounds alone.
         drift_threshold: choose again when speeds are off by more than this share.
         reschedule_interval: but not sooner than after the time of so many recent rounds.
+        rounds: how a round runs on the GPU: short ones as one graph, "launches", or, to compare
+            with, "synchronous": all on one stream, with a wait at each hand-off.
 
     Warns:
         RuntimeWarning: less of the GPU than planned is in use; says why.
@@ -99,6 +103,8 @@ def load(
             raise UsageError(f"{name} is {number}: expected at least 1")
     if transfer not in capi.TRANSFERS:
         raise UsageError(f"transfer is {transfer!r}: expected one of {', '.join(capi.TRANSFERS)}")
+    if rounds not in capi.ROUNDS:
+        raise UsageError(f"rounds is {rounds!r}: expected one of {', '.join(capi.ROUNDS)}")
     for name, amount in (
         ("drift_threshold", drift_threshold),
         ("reschedule_interval", reschedule_interval),
@@ -121,6 +127,7 @@ def load(
         transfer=capi.TRANSFERS.index(transfer),
         drift_threshold=drift_threshold,
         reschedule_interval=reschedule_interval,
+        rounds=capi.ROUNDS.index(rounds),
     )
     plan = Plan(directory, manifest, options)
     if plan.notice:
@@ -293,11 +300,32 @@ class Plan(_Closing):
         """An empty session.
 
         Raises:
-            UsageError: as many exist as the plan was opened for.
+            UsageError: as many exist as the plan was opened for, or it is no language model.
         """
+        if self.manifest.graph is not None:
+            raise UsageError(
+                f"{self.model_name} is no language model: call run() with its inputs, "
+                f"{', '.join(tensor.name for tensor in self.manifest.graph.inputs)}"
+            )
         session = Session(self)
         self._sessions.add(session)
         return session
+
+    def run(
+        self, inputs: Mapping[str, Any], outputs: Sequence[str] | None = None
+    ) -> dict[str, NDArray[Any]]:
+        """Run a model that is no language model: named arrays in, named arrays out.
+
+        Args:
+            inputs: an array for each input, of the very element type that the model has.
+            outputs: the names wanted; None takes all.
+
+        Raises:
+            UsageError: a name, type, rank or size that does not fit; or a language model.
+        """
+        if self.manifest.graph is None:
+            raise UsageError(f"{self.model_name} is a language model: use generate() or session()")
+        return tensors.run(self.call, self._handle, self.manifest.graph, inputs, outputs)
 
     def forward(self, ids: TokenIds) -> F32Array:
         """Logits float32 [len(ids), vocab_size] after each of the tokens, in a new session."""

@@ -26,6 +26,7 @@ ROUNDS = {
     "order": 200,
     "hand_offs": 3000,
     "launches": 500,
+    "synchronous": 500,
     "slots": 500,
     "cancel": 100,
     "swap": 200,

@@ -56,6 +56,13 @@ enum {
 };
 
 enum {
+  ATSC_ROUNDS_GRAPH = 0,      /* rounds of few tokens are one graph, others launches */
+  ATSC_ROUNDS_LAUNCHES = 1,   /* all are launches */
+  ATSC_ROUNDS_SYNCHRONOUS = 2 /* launches and copies on one stream, with a wait at each hand-off: what
+                                 a plain engine does, to compare with */
+};
+
+enum {
   ATSC_WEIGHTS_MAP = 0, /* memory-mapped: pages come from the file when they are needed */
   ATSC_WEIGHTS_READ = 1 /* read into memory, each unit compared with its checksum */
 };
@@ -80,6 +87,7 @@ typedef struct atsc_plan_options {
   int32_t transfer;         /* ATSC_TRANSFER_*: which of the CPU's weights a round copies to the GPU */
   double drift_threshold;   /* choose again when speeds are off by more than this share; 0: 0.15 */
   double reschedule_interval; /* but not sooner than after so many recent rounds; 0: 5 */
+  int32_t rounds;           /* ATSC_ROUNDS_*: how a round runs on the GPU */
 } atsc_plan_options;
 
 /* The device of plans compiled with --target virtual: host memory that plays a GPU, for tests. */
@@ -224,6 +232,27 @@ typedef struct atsc_change {
   int64_t build_ns;        /* beside rounds: choosing, and making the round ready */
   char reason[ATSC_REASON_BYTES];
 } atsc_change;
+
+/* A tensor that goes into a general graph or comes out of it. */
+enum { ATSC_MAX_RANK = 8 };
+
+typedef struct atsc_tensor {
+  size_t struct_size;
+  const char* name;
+  int32_t type;  /* of its elements: TensorProto.DataType of ONNX (1 float, 7 int64, 9 bool, ...) */
+  int32_t rank;
+  int64_t shape[ATSC_MAX_RANK];
+  void* data;    /* row-major; not written to where it is an input */
+  uint64_t bytes; /* at `data` */
+} atsc_tensor;
+
+typedef struct atsc_graph_info {
+  size_t struct_size;
+  int32_t num_inputs;
+  int32_t num_outputs;
+  const char* const* input_names; /* live as long as the plan */
+  const char* const* output_names;
+} atsc_graph_info;
 
 typedef struct atsc_api {
   size_t struct_size;

@@ -6,9 +6,11 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "atsc.h"
 #include "executor.h"
+#include "graph_executor.h"
 #include "hybrid_executor.h"
 #include "recorder.h"
 #include "residency.h"
@@ -23,6 +25,8 @@ struct atsc_plan {
   atsc::Executor executor;
   std::unique_ptr<atsc::Residency> residency;     // null: everything is on the host
   std::unique_ptr<atsc::HybridExecutor> hybrid;   // likewise
+  std::unique_ptr<atsc::GraphExecutor> graph;     // null: a language model
+  std::vector<const char*> graph_names;           // of its inputs, then of its outputs
   std::string notice;
   int32_t max_sessions;
   std::mutex rounds;          // one round at a time
@@ -39,7 +43,9 @@ struct atsc_plan {
         executor(atsc::kPlan, weights.data(), isa_levels, pool),
         notice(opened.notice),
         max_sessions(wishes.sessions) {
+    if (atsc::kPlan.graph != nullptr) open_graph(*atsc::kPlan.graph);
     if (!uses_device()) return;
+    opened.device->set_least_plain(static_cast<atsc::BuildMode>(options.rounds));
     residency = std::make_unique<atsc::Residency>(
         atsc::kPlan, *opened.device, opened.placement, max_sessions,
         atsc::Residency::HostMemory{weights.data(), executor.arena()}, options.weights_path, pool);
@@ -50,6 +56,12 @@ struct atsc_plan {
                               options.reschedule_interval > 0 ? options.reschedule_interval : 5});
     if (!notice.empty() && !residency->notice().empty()) notice += "; ";
     notice += residency->notice();
+  }
+
+  void open_graph(const atsc::GraphTables& tables) {
+    graph = std::make_unique<atsc::GraphExecutor>(tables, weights.data(), pool);
+    for (int i = 0; i < tables.num_inputs; ++i) graph_names.push_back(tables.inputs[i].name);
+    for (int i = 0; i < tables.num_outputs; ++i) graph_names.push_back(tables.outputs[i].name);
   }
 
   // A plan without placements is opened to be profiled: it has a device, and runs on the CPU.

@@ -47,6 +47,9 @@ void check_options(const atsc_plan_options& options) {
     fail(ATSC_INVALID_ARGUMENT, "options.transfer is %d: expected ATSC_TRANSFER_*",
          options.transfer);
   }
+  if (options.rounds < ATSC_ROUNDS_GRAPH || options.rounds > ATSC_ROUNDS_SYNCHRONOUS) {
+    fail(ATSC_INVALID_ARGUMENT, "options.rounds is %d: expected ATSC_ROUNDS_*", options.rounds);
+  }
   const auto check_amount = [](double amount, const char* name) {
     if (amount >= 0 && amount < 1e9) return;
     fail(ATSC_INVALID_ARGUMENT, "options.%s is %g: expected a number above 0, or 0 for the default",

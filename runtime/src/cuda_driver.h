@@ -112,6 +112,7 @@ struct Driver {
   Result (*cuMemHostGetDevicePointer)(DevicePtr* address, void* memory, unsigned flags);
   Result (*cuMemcpyHtoDAsync)(DevicePtr target, const void* source, size_t bytes, Stream stream);
   Result (*cuMemcpyDtoHAsync)(void* target, DevicePtr source, size_t bytes, Stream stream);
+  Result (*cuMemcpyAsync)(DevicePtr target, DevicePtr source, size_t bytes, Stream stream);
   Result (*cuMemsetD8Async)(DevicePtr target, unsigned char byte, size_t bytes, Stream stream);
   Result (*cuModuleLoadDataEx)(Module* module, const void* image, unsigned num_options,
                                int* options, void** values);
@@ -152,9 +153,10 @@ struct Driver {
   X(cuDevicePrimaryCtxRetain) X(cuDevicePrimaryCtxRelease) X(cuCtxPushCurrent)                    \
   X(cuCtxPopCurrent) X(cuMemGetInfo) X(cuMemAlloc) X(cuMemFree) X(cuMemHostRegister)              \
   X(cuMemHostUnregister) X(cuMemHostGetDevicePointer) X(cuMemcpyHtoDAsync) X(cuMemcpyDtoHAsync)   \
-  X(cuMemsetD8Async) X(cuModuleLoadDataEx) X(cuModuleUnload) X(cuModuleGetFunction)               \
-  X(cuFuncSetAttribute) X(cuFuncGetAttribute) X(cuFuncLoad) X(cuLaunchKernel) X(cuStreamCreate)   \
-  X(cuStreamDestroy) X(cuStreamQuery) X(cuStreamSynchronize) X(cuStreamWaitEvent)                 \
+  X(cuMemcpyAsync) X(cuMemsetD8Async) X(cuModuleLoadDataEx) X(cuModuleUnload)                     \
+  X(cuModuleGetFunction) X(cuFuncSetAttribute) X(cuFuncGetAttribute) X(cuFuncLoad)                \
+  X(cuLaunchKernel) X(cuStreamCreate) X(cuStreamDestroy) X(cuStreamQuery)                         \
+  X(cuStreamSynchronize) X(cuStreamWaitEvent)                                                     \
   X(cuEventCreate) X(cuEventDestroy) X(cuEventRecord) X(cuGraphCreate) X(cuGraphDestroy)          \
   X(cuGraphAddKernelNode) X(cuGraphAddMemcpyNode) X(cuGraphAddBatchMemOpNode)                     \
   X(cuGraphInstantiate) X(cuGraphExecDestroy) X(cuGraphUpload) X(cuGraphLaunch)

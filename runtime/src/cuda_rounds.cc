@@ -24,7 +24,15 @@ constexpr uint64_t kGraphBytes = 4 << 20, kNodeBytes = 4 << 10;  // at most; 0 w
 
 // A command as the driver takes it.
 struct Step {
-  enum class Kind : uint8_t { kKernel, kCopy, kWaitFlag, kRecord, kWaitPoint };
+  enum class Kind : uint8_t {
+    kKernel,
+    kCopy,
+    kMove,     // from an address of the device to another, one of them in mapped host memory
+    kWaitFlag,
+    kRecord,
+    kWaitPoint,
+    kSettle,   // the host waits for the stream and raises the flag
+  };
   Kind kind;
   Branch branch;
   cuda::Function function = nullptr;
@@ -33,7 +41,7 @@ struct Step {
   std::variant<DeviceArgs, HandOffArgs> args = {};
   bool to_device = false;
   std::byte* host = nullptr;
-  cuda::DevicePtr device = 0;
+  cuda::DevicePtr device = 0, from = 0;
   uint64_t bytes = 0;
   int flag = 0;
   uint32_t value = 0;
@@ -48,8 +56,11 @@ struct Step {
 
 class CudaRound : public Executable {
  protected:
-  CudaRound(CudaDevice& device, const CommandList& list)
-      : Executable(device, list), gpu_(device), context_(device.context()) {
+  CudaRound(CudaDevice& device, const CommandList& list, bool synchronous)
+      : Executable(device, list),
+        gpu_(device),
+        context_(device.context()),
+        is_synchronous_(synchronous) {
     if (device.hand_off() == nullptr) {
       fail(ATSC_PLAN_ERROR, "the plan has no hand-off kernels: compile the model again");
     }
@@ -67,6 +78,7 @@ class CudaRound : public Executable {
 
   CudaDevice& gpu_;
   const CudaContext& context_;
+  const bool is_synchronous_;
 
  private:
   void lower(const Command& command, std::vector<Step>& steps);
@@ -74,12 +86,16 @@ class CudaRound : public Executable {
                     std::vector<Step>& steps) const;
   void add_copy(const Command& command, std::vector<Step>& steps) const;
   void add_hand_offs(const Command& command, std::vector<Step>& steps) const;
+  void add_plain_hand_offs(const Command& command, std::vector<Step>& steps) const;
 };
 
 std::vector<Step> CudaRound::lower(const CommandList& list) {
   std::vector<Step> steps;
   steps.reserve(list.commands().size());
-  for (const Command& command : list.commands()) lower(command, steps);
+  for (Command command : list.commands()) {
+    if (is_synchronous_) command.branch = Branch::kCompute;
+    lower(command, steps);
+  }
   return steps;
 }
 
@@ -105,7 +121,8 @@ void CudaRound::lower(const Command& command, std::vector<Step>& steps) {
     case Command::Kind::kCopyToHost: return add_copy(command, steps);
     case Command::Kind::kTransfer:
     case Command::Kind::kSend:
-    case Command::Kind::kStamp: return add_hand_offs(command, steps);
+    case Command::Kind::kStamp:
+      return is_synchronous_ ? add_plain_hand_offs(command, steps) : add_hand_offs(command, steps);
     case Command::Kind::kWaitFlag:
       step.kind = Step::Kind::kWaitFlag;
       step.flag = command.flag;
@@ -162,6 +179,31 @@ void CudaRound::add_hand_offs(const Command& command, std::vector<Step>& steps) 
   add_hand_off(command.branch, tail, 1, threads, steps);
 }
 
+// A copy, and where it is a send, the host waits for it. Stamps still are the hand-off kernel's.
+void CudaRound::add_plain_hand_offs(const Command& command, std::vector<Step>& steps) const {
+  const auto add_stamp = [&] {
+    if (command.stamp == kNoStamp) return;
+    HandOffArgs stamp{};
+    stamp.stamp_after = static_cast<long long*>(as_operand(stamp_address(command.stamp)));
+    add_hand_off(command.branch, stamp, 1, 32, steps);
+  };
+  const bool sends = command.kind == Command::Kind::kSend;
+  if (!sends) add_stamp();
+  if (command.bytes > 0) {
+    steps.push_back({.kind = Step::Kind::kMove,
+                     .branch = command.branch,
+                     .device = command.target,
+                     .from = command.source,
+                     .bytes = command.bytes});
+  }
+  if (!sends) return;
+  add_stamp();
+  steps.push_back({.kind = Step::Kind::kSettle,
+                   .branch = command.branch,
+                   .flag = command.flag,
+                   .value = command.value});
+}
+
 void CudaRound::add_hand_off(Branch branch, const HandOffArgs& args, uint32_t blocks,
                              unsigned threads, std::vector<Step>& steps) const {
   Step step{.kind = Step::Kind::kKernel, .branch = branch};
@@ -204,7 +246,8 @@ class CudaGraph final : public CudaRound {
   uint64_t bytes_ = 0;
 };
 
-CudaGraph::CudaGraph(CudaDevice& device, const CommandList& list) : CudaRound(device, list) {
+CudaGraph::CudaGraph(CudaDevice& device, const CommandList& list)
+    : CudaRound(device, list, false) {
   const CudaContext::Current current(context_);
   const cuda::Driver& driver = context_.driver();
   cuda::Graph graph = nullptr;
@@ -293,10 +336,11 @@ void CudaGraph::instantiate(cuda::Graph graph) {
 }
 
 // The same round by launches: each branch is a stream, a point is an event, and a wait for a flag
-// is one of the issuing thread, which goes on with the other branches meanwhile.
+// is one of the issuing thread, which goes on with the other branches meanwhile. If it is
+// synchronous, there is one branch, and that thread also waits for the stream at each send.
 class CudaLaunches final : public CudaRound {
  public:
-  CudaLaunches(CudaDevice& device, const CommandList& list);
+  CudaLaunches(CudaDevice& device, const CommandList& list, bool synchronous);
   ~CudaLaunches() override;
 
   bool is_graph() const override { return false; }
@@ -323,7 +367,8 @@ class CudaLaunches final : public CudaRound {
   std::atomic<bool> was_issued_{true};
 };
 
-CudaLaunches::CudaLaunches(CudaDevice& device, const CommandList& list) : CudaRound(device, list) {
+CudaLaunches::CudaLaunches(CudaDevice& device, const CommandList& list, bool synchronous)
+    : CudaRound(device, list, synchronous) {
   const CudaContext::Current current(context_);
   for (const Step& step : lower(list)) branches_[static_cast<int>(step.branch)].push_back(step);
   for (int point = 0; point < list.num_points(); ++point) {
@@ -414,6 +459,15 @@ bool CudaLaunches::issue_next(Step& step) {
                    ? driver.cuMemcpyHtoDAsync(step.device, step.host, step.bytes, stream)
                    : driver.cuMemcpyDtoHAsync(step.host, step.device, step.bytes, stream);
       break;
+    case Step::Kind::kMove:
+      result = driver.cuMemcpyAsync(step.device, step.from, step.bytes, stream);
+      break;
+    case Step::Kind::kSettle:
+      result = driver.cuStreamSynchronize(stream);
+      if (result == cuda::kSuccess) {
+        flags()[step.flag].value.store(step.value, std::memory_order_release);
+      }
+      break;
     case Step::Kind::kWaitFlag: {
       const uint32_t now = flags()[step.flag].value.load(std::memory_order_acquire);
       return static_cast<int32_t>(now - step.value) >= 0;
@@ -468,8 +522,9 @@ std::unique_ptr<Executable> make_cuda_graph(CudaDevice& device, const CommandLis
   return std::make_unique<CudaGraph>(device, list);
 }
 
-std::unique_ptr<Executable> make_cuda_launches(CudaDevice& device, const CommandList& list) {
-  return std::make_unique<CudaLaunches>(device, list);
+std::unique_ptr<Executable> make_cuda_launches(CudaDevice& device, const CommandList& list,
+                                               bool synchronous) {
+  return std::make_unique<CudaLaunches>(device, list, synchronous);
 }
 
 }  // namespace atsc

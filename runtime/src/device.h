@@ -58,6 +58,7 @@
 // and wait from the thread that runs the round; release from any.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -321,8 +322,10 @@ class Executable {
 // kGraph falls back to kLaunches where the device or the list does not allow a graph. On an H200 a
 // graph of 480 commands takes 2 ms to build, and 300 small kernels then take 340 us; as launches
 // they take 1060 us, with nothing to build, which suits prefill chunks. Launches are issued by a
-// thread of the device, so `run` never blocks.
-enum class BuildMode : uint8_t { kGraph, kLaunches };
+// thread of the device, so `run` never blocks. kSynchronous is what a plain engine does, to compare
+// with: the commands of all branches on one stream in the order of recording, so that no copy runs
+// beside a kernel; payloads cross by copies, and after each send the host waits for the stream.
+enum class BuildMode : uint8_t { kGraph, kLaunches, kSynchronous };
 
 inline constexpr uint64_t kMaxPinnedBytes = uint64_t{1} << 30;  // of one request
 
@@ -366,6 +369,9 @@ class Device {
 
   virtual std::unique_ptr<Executable> build(const CommandList& list, BuildMode mode) = 0;
 
+  // Whatever mode is asked for, build what is at least as plain as this. Before the first build.
+  void set_least_plain(BuildMode mode) { least_plain_ = mode; }
+
   // Add to a stamp to get platform::now_ns() of the same moment; good to some microseconds.
   // Measures anew with each call, while no round runs.
   virtual int64_t clock_offset_ns() = 0;
@@ -396,6 +402,10 @@ class Device {
   // No copy may cross the border of a pinned range.
   std::vector<Piece> pieces_of(const void* memory, uint64_t bytes) const;
   bool may_be_graph(const CommandList& list) const;
+  BuildMode mode_of(const CommandList& list, BuildMode wanted) const {
+    const BuildMode mode = std::max(wanted, least_plain_);
+    return mode == BuildMode::kGraph && !may_be_graph(list) ? BuildMode::kLaunches : mode;
+  }
 
   // 0: not enough memory.
   virtual DeviceAddress allocate_raw(uint64_t bytes) = 0;
@@ -421,6 +431,7 @@ class Device {
   void give_control(HostRange control) noexcept;
 
   const uint64_t budget_bytes_;
+  BuildMode least_plain_ = BuildMode::kGraph;
   mutable std::mutex mutex_;
   uint64_t used_[4] = {};
   std::map<uintptr_t, uint64_t> pinned_;  // begin -> bytes

@@ -307,8 +307,9 @@ uint64_t CudaDevice::scratch_bytes(KernelHandle kernel, const LaunchShape& shape
 }
 
 std::unique_ptr<Executable> CudaDevice::build(const CommandList& list, BuildMode mode) {
-  const bool graph = mode == BuildMode::kGraph && may_be_graph(list);
-  return graph ? make_cuda_graph(*this, list) : make_cuda_launches(*this, list);
+  const BuildMode found = mode_of(list, mode);
+  if (found == BuildMode::kGraph) return make_cuda_graph(*this, list);
+  return make_cuda_launches(*this, list, found == BuildMode::kSynchronous);
 }
 
 CudaLauncher& CudaDevice::launcher() {

@@ -146,13 +146,14 @@ class VirtualGpu final : public VirtualDevice {
 
 class VirtualExecutable final : public Executable {
  public:
-  VirtualExecutable(VirtualGpu& device, const CommandList& list, bool graph)
+  VirtualExecutable(VirtualGpu& device, const CommandList& list, BuildMode mode)
       : Executable(device, list),
         gpu_(device),
-        is_graph_(graph),
+        is_graph_(mode == BuildMode::kGraph),
         points_(static_cast<size_t>(list.num_points())) {
     for (const Command& command : list.commands()) {
-      branches_[static_cast<int>(command.branch)].push_back(command);
+      const Branch branch = mode == BuildMode::kSynchronous ? Branch::kCompute : command.branch;
+      branches_[static_cast<int>(branch)].push_back(command);
     }
   }
   ~VirtualExecutable() override { finish(); }
@@ -449,8 +450,7 @@ uint64_t VirtualGpu::scratch_bytes(KernelHandle kernel, const LaunchShape& shape
 }
 
 std::unique_ptr<Executable> VirtualGpu::build(const CommandList& list, BuildMode mode) {
-  const bool graph = mode == BuildMode::kGraph && may_be_graph(list);
-  return std::make_unique<VirtualExecutable>(*this, list, graph);
+  return std::make_unique<VirtualExecutable>(*this, list, mode_of(list, mode));
 }
 
 void VirtualGpu::check_host_args(const char* node, const KernelArgs& args) const {

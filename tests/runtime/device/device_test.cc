@@ -16,6 +16,7 @@ namespace {
 using platform::now_ns;
 
 constexpr Branch kBranches[] = {Branch::kCompute, Branch::kCopy, Branch::kCopy2, Branch::kCopy3};
+constexpr BuildMode kModes[] = {BuildMode::kGraph, BuildMode::kLaunches, BuildMode::kSynchronous};
 constexpr int kToHost = 0, kToDevice = 1;  // flags
 
 template <class Body>
@@ -56,10 +57,9 @@ void test_order(const Options& options, int rounds) {
     Words expected = start_value();
     fixture.put(expected);
     const CommandList list = random_chain(fixture, random, 1 + random.below(24), expected);
-    const bool graph = round % 2 == 1;
-    const auto executable =
-        fixture.device->build(list, graph ? BuildMode::kGraph : BuildMode::kLaunches);
-    EXPECT(executable->is_graph() == graph);
+    const BuildMode mode = kModes[round % 3];
+    const auto executable = fixture.device->build(list, mode);
+    EXPECT(executable->is_graph() == (mode == BuildMode::kGraph));
     executable->run();
     executable->wait();
     EXPECT(fixture.get() == expected);
@@ -96,7 +96,9 @@ struct HandOffs {
     for (uint32_t i = 1; i <= kCount; ++i) {
       if (!executable->await(kToHost, i)) return false;
       Fixture::apply_constant(words, static_cast<int>(i), rows);
-      EXPECT(std::memcmp(fixture.shared(), words.data(), kValueBytes) == 0);
+      const bool is_same = std::memcmp(fixture.shared(), words.data(), kValueBytes) == 0;
+      if (!executable->await(kToHost, i)) return false;  // released: the device writes on
+      EXPECT(is_same);
       for (uint32_t& word : words) word ^= 0x5A5A0000u + i;
       std::memcpy(fixture.shared(), words.data(), kValueBytes);
       executable->raise(kToDevice, i);
@@ -126,6 +128,10 @@ void test_hand_offs(const Options& options, int rounds) {
 
 void test_launches(const Options& options, int rounds) {
   run_hand_offs(options, rounds, BuildMode::kLaunches);
+}
+
+void test_synchronous(const Options& options, int rounds) {
+  run_hand_offs(options, rounds, BuildMode::kSynchronous);
 }
 
 // Where a stream or a graph cannot do it, the same list gives the same.
@@ -525,6 +531,7 @@ const std::map<std::string, Test>& tests() {
       {"order", test_order},
       {"hand_offs", test_hand_offs},
       {"launches", test_launches},
+      {"synchronous", test_synchronous},
       {"no_graphs", test_no_graphs},
       {"slots", test_slots},
       {"cancel", test_cancel},

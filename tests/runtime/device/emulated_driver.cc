@@ -317,6 +317,11 @@ Driver memory_functions() {
   d.cuMemcpyDtoHAsync = [](void* target, DevicePtr source, size_t bytes, Stream stream) {
     return copy(stream, target, reinterpret_cast<void*>(source), bytes, target);
   };
+  d.cuMemcpyAsync = [](DevicePtr target, DevicePtr source, size_t bytes, Stream stream) {
+    auto* to = reinterpret_cast<void*>(target);
+    const auto* from = reinterpret_cast<const void*>(source);
+    return copy(stream, to, from, bytes, device_memory.hold(to, bytes) ? from : to);
+  };
   d.cuMemsetD8Async = [](DevicePtr target, unsigned char byte, size_t bytes, Stream stream) {
     auto* memory = reinterpret_cast<void*>(target);
     if (!device_memory.hold(memory, bytes)) return kInvalidValue;
