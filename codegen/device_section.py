@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from atsc.codegen.device_tables import DeviceTables
 from atsc.codegen.tables import Cache
@@ -106,28 +107,33 @@ def device_section(
         activations_bytes=fixed.activations,
         link=link,
         stream_from_rows=tables.stream_from_rows,
-        num_slots=tables.num_slots,
         prompt_share=float(prompt_share),
         rungs=tuple(_rungs(tables, costs)),
     )
 
 
 def _rungs(tables: DeviceTables, costs: PlanCosts) -> Iterator[plan.Rung]:
-    for rung, on_device in tables.rungs:
+    for (rung, on_device), promoted in zip(tables.rungs, tables.promoted, strict=True):
         scenario = costs.scenario(
             rung.placement.on_gpu,
             rung.slot_bytes,
-            tables.num_slots,
+            rung.num_slots,
             tables.stream_from_rows,
-            rung.placement.streamed,
+            promoted,
         )
+        static = replace(scenario, promoted=(), stream_from_rows=0)
+        copied = {costs.indices[unit] for unit in promoted}
         yield plan.Rung(
             required_bytes=rung.required_bytes,
             resident_bytes=rung.placement.resident_bytes,
             slot_bytes=rung.slot_bytes,
+            num_slots=rung.num_slots,
             on_device="".join(str(int(here)) for here in on_device),
+            promoted="".join(str(int(unit in copied)) for unit in range(len(on_device))),
             decode_ns=scenario.decode().total_ns,
             prefill_ns=scenario.prefill().total_ns,
+            static_decode_ns=static.decode().total_ns,
+            static_prefill_ns=static.prefill().total_ns,
         )
 
 

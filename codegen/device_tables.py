@@ -37,9 +37,11 @@ class DeviceTables:
     modules: Sequence[Module]
     decode: Sequence[Times]
     prefill: Sequence[Times]
-    num_slots: int
     rungs: Sequence[tuple[Rung, Sequence[bool]]]
     """Ascending: a rung, and a bit for each of the plan's units."""
+    promoted: Sequence[tuple[int, ...]] = ()
+    """Of each rung, what a decode step copies while the load is as measured; indices of units that
+    have a cost."""
     cpu_share: float = 1.0
     """The CPU's speed beside copies to the device."""
 
@@ -130,8 +132,8 @@ def _kernel(kernel: CudaKernel, module: int) -> list[str]:
 def _rungs(device: DeviceTables) -> list[str]:
     return [
         f"    {{{rung.required_bytes}ull, {rung.placement.resident_bytes}ull, "
-        f"{rung.slot_bytes // max(device.num_slots, 1)}ull, "
-        f"{device.num_slots if rung.slot_bytes else 0}, "
+        f"{rung.slot_bytes // max(rung.num_slots, 1)}ull, "
+        f"{rung.num_slots}, "
         f"kOnDevice{number}}},"
         for number, (rung, _) in enumerate(device.rungs)
     ]

@@ -20,6 +20,7 @@ from atsc.codegen.layout import value_bytes
 from atsc.codegen.package import check_output
 from atsc.codegen.storage import lay_out, store_weights
 from atsc.codegen.toolchain import find_compiler
+from atsc.codegen.transfer_library import load_scheduler
 from atsc.compiler.compilation import Code, Compilation, CompileOptions, Partition
 from atsc.compiler.errors import UsageError
 from atsc.compiler.importers.onnx import import_onnx
@@ -248,7 +249,7 @@ def _place(b: Compilation, annotation: Annotation) -> DeviceTables:
         headroom_bytes=fixed.headroom,
         prompt_share=options.prompt_share,
         chunk=b.limits.chunk,
+        cpu_share=cpu_share_of(b.target.ram_read_bytes_per_s, b.target.ram_read_shared_bytes_per_s),
     )
-    tables = plan_device(request, annotation, fixed, b.code.device, len(b.parts.units))
-    share = cpu_share_of(b.target.ram_read_bytes_per_s, b.target.ram_read_shared_bytes_per_s)
-    return dataclasses.replace(tables, cpu_share=share)
+    scheduler = load_scheduler(toolchain=options.toolchain)
+    return plan_device(request, annotation, fixed, b.code.device, len(b.parts.units), scheduler)

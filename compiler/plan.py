@@ -170,11 +170,17 @@ class Rung:
     resident_bytes: int
     slot_bytes: int
     """Of all slots together."""
+    num_slots: int
     on_device: str
     """A character a unit, in the order of `units`: 1 lives in VRAM, 0 does not."""
+    promoted: str
+    """The same: 1 is copied to a slot in a decode step, while the load is as measured."""
     decode_ns: int
     prefill_ns: int
     """One round of one token, and of a whole chunk, as simulated."""
+    static_decode_ns: int
+    static_prefill_ns: int
+    """The same if no weights were copied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +200,6 @@ class Device:
     link: Link
     stream_from_rows: int
     """Rows of a round from which host weights are streamed through slots; 0: never."""
-    num_slots: int
     prompt_share: float
     rungs: tuple[Rung, ...]
     """Each is better than the one before; the last is for the whole budget."""
@@ -204,6 +209,28 @@ class Device:
         """What is taken whatever is resident."""
         taken = self.context_bytes + self.modules_bytes + self.activations_bytes
         return taken + self.headroom_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class GraphTensor:
+    """An input or output of a general graph."""
+
+    name: str
+    dtype: str
+    """As numpy spells it, or bfloat16."""
+    shape: tuple[str, ...]
+    """A number, a symbol, or an expression of symbols, a dimension."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphModel:
+    """What a plan takes and makes whose model is no language model."""
+
+    inputs: tuple[GraphTensor, ...]
+    outputs: tuple[GraphTensor, ...]
+    num_kernels: int
+    """Different ones."""
+    num_calls: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +263,8 @@ class Manifest:
     measured: Mapping[str, Json] = field(default_factory=dict)
     device: Device | None = None
     """None in plans for a CPU alone."""
+    graph: GraphModel | None = None
+    """None in plans of language models."""
     weights_key: str = ""
     """Identifies what weights.bin was made from, so that re-planning need not write it again."""
     schema: int = SCHEMA
@@ -383,8 +412,9 @@ def check_content(manifest: Manifest, directory: Path) -> None:
     if end > manifest.files[manifest.weights].bytes:
         raise _damaged(path, f"units: {manifest.units[-1].name} ends beyond {manifest.weights}")
     for number, rung in enumerate(manifest.device.rungs if manifest.device else ()):
-        if len(rung.on_device) != len(manifest.units) or set(rung.on_device) - {"0", "1"}:
-            raise _damaged(path, f"device: rung {number} does not say where each unit lives")
+        for bits in (rung.on_device, rung.promoted):
+            if len(bits) != len(manifest.units) or set(bits) - {"0", "1"}:
+                raise _damaged(path, f"device: rung {number} does not say where each unit lives")
     if manifest.device and not manifest.device.rungs:
         raise _damaged(path, "device: no rungs")
 

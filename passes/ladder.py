@@ -37,13 +37,15 @@ class FixedBytes:
 class Rung:
     """A placement, and the smallest VRAM budget (in whole cells) whose best placement it is.
 
-    `required_bytes` (fixed + slots + resident) is what it really takes, at most `budget_bytes`.
+    `required_bytes` (fixed + slots + resident) is what it really takes, at most `budget_bytes`;
+    `slot_bytes` are those of all slots together.
     """
 
     budget_bytes: int
     required_bytes: int
     slot_bytes: int
     placement: Placement
+    num_slots: int = 0
 
 
 def ladder(

@@ -126,7 +126,12 @@ def scenario_of_rung(manifest: plan.Manifest, costs: PlanCosts, number: int = -1
     assert device is not None
     rung = device.rungs[number]
     on_gpu = [rung.on_device[index] == "1" for index in costs.indices]
-    return costs.scenario(on_gpu, rung.slot_bytes, device.num_slots, device.stream_from_rows)
+    promoted: list[int] = []
+    if manifest.options.policy == "stream":
+        promoted = [n for n, index in enumerate(costs.indices) if rung.promoted[index] == "1"]
+    return costs.scenario(
+        on_gpu, rung.slot_bytes, rung.num_slots, device.stream_from_rows, promoted
+    )
 
 
 def cpu_share_of(alone_bytes_per_s: float | None, beside_bytes_per_s: float | None) -> float:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from atsc.passes.placement import Kind, Link, Part, Side, Times, UnitCost
@@ -273,14 +273,30 @@ class Scenario:
             and unit.num_bytes <= self.slot_bytes
         )
 
-    def prompt_ns(self, num_tokens: int) -> int:
-        """A prompt in whole chunks and a rest."""
-        whole, rest = divmod(num_tokens, self.chunk)
-        total = whole * self.prefill().total_ns if whole else 0
-        return total + (self.round_of(rest).total_ns if rest else 0)
+    def prompt_ns(
+        self, num_tokens: int, units_at: Callable[[int], Sequence[UnitCost]] | None = None
+    ) -> int:
+        """A prompt in whole chunks and a rest, of which the last alone makes logits.
+
+        `units_at` gives the units after so many tokens of it, whose caches are that much longer;
+        None: the same for all chunks.
+        """
+        total = 0
+        for done in range(0, num_tokens, self.chunk):
+            rows = min(self.chunk, num_tokens - done)
+            units = tuple(units_at(done)) if units_at else self.units
+            if done + rows < num_tokens:
+                units = tuple(map(_without_logits, units))
+            total += replace(self, units=units).round_of(rows).total_ns
+        return total
 
 
 Choose = Callable[[Scenario, int], tuple[int, ...]]
+
+
+def _without_logits(unit: UnitCost) -> UnitCost:
+    """The unit in a round of which no row of logits is wanted."""
+    return replace(unit, prefill=Times(0, 0)) if unit.part is Part.HEAD else unit
 
 
 def times_at(unit: UnitCost, rows: int, chunk: int) -> Times:

@@ -92,16 +92,14 @@ def transferable(
     ]
 
 
+def scheduled(scenario: Scenario, scheduler: Scheduler, rows: int) -> tuple[int, ...]:
+    """What a scheduler promotes in a round of `rows` tokens."""
+    machine = scenario.machine
+    units = transferable(scenario.units, scenario.times_at(rows), scenario.on_gpu, machine, rows)
+    slots = Slots(machine.num_slots, scenario.slot_bytes, cpu_share=machine.cpu_share)
+    return tuple(promotion.unit for promotion in scheduler(units, slots).promotions)
+
+
 def with_transfer(scenario: Scenario, scheduler: Scheduler) -> Scenario:
     """The same rung, but the scheduler says for every round what is promoted."""
-    slots = Slots(
-        scenario.machine.num_slots, scenario.slot_bytes, cpu_share=scenario.machine.cpu_share
-    )
-
-    def choose(scenario: Scenario, rows: int) -> tuple[int, ...]:
-        units = transferable(
-            scenario.units, scenario.times_at(rows), scenario.on_gpu, scenario.machine, rows
-        )
-        return tuple(promotion.unit for promotion in scheduler(units, slots).promotions)
-
-    return replace(scenario, choose=choose)
+    return replace(scenario, choose=lambda scenario, rows: scheduled(scenario, scheduler, rows))

@@ -19,6 +19,7 @@ from atsc.passes.retarget import costs_of
 from atsc.targets.target import resolve
 
 MIB = 1 << 20
+PROMPT_SHARE = 0.9
 
 
 @dataclass(frozen=True)
@@ -116,10 +117,10 @@ def _placed(manifest: plan.Manifest, name: str, vram_bytes: int, policy: str) ->
     link = Link(rates.hand_off_ns, 1e9 / rates.link_bytes_per_s)
     annotation = Annotation(found.units, found.indices, link, link)
     fixed = FixedBytes(target.gpu_context_bytes, MIB, 2 * MIB, MIB)
-    request = DeviceRequest(target.gpu, policy, vram_bytes, MIB, 0.0, options.chunk)
+    request = DeviceRequest(target.gpu, policy, vram_bytes, MIB, PROMPT_SHARE, options.chunk)
     tables = plan_device(request, annotation, fixed, None, len(manifest.units))
     load = Load(options.ctx, options.chunk)
-    device = device_section(tables, annotation, fixed, target, load, 0.0)
+    device = device_section(tables, annotation, fixed, target, load, PROMPT_SHARE)
     costs = dict(zip(found.indices, found.units, strict=True))
     units = []
     for index, unit in enumerate(manifest.units):

@@ -25,10 +25,11 @@ def vram_regions(manifest: Manifest) -> list[Region]:
     if device is None:
         return []
     weights, caches = _resident_bytes(manifest.units)
+    last = device.rungs[-1]
     sizes = {
         "weights": ("weights that live there", weights),
         "kv": ("KV caches", caches),
-        "slots": (f"{device.num_slots} slots for streamed weights", device.rungs[-1].slot_bytes),
+        "slots": (f"{last.num_slots} slots for copied weights", last.slot_bytes),
         "activations": ("activations, logits and tables", device.activations_bytes),
         "context": ("CUDA context" if device.kind == "cuda" else "context", device.context_bytes),
         "modules": ("kernels", device.modules_bytes),

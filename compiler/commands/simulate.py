@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from atsc.compiler.errors import BudgetError, CodegenError, PlanError, UsageErro
 if TYPE_CHECKING:
     from atsc.compiler.plan import Manifest
     from atsc.passes.ladder import FixedBytes
+    from atsc.passes.placement import UnitCost
     from atsc.passes.retarget import PlanCosts
     from atsc.passes.simulate import Round, Scenario
     from atsc.passes.transfer import Scheduler
@@ -71,6 +72,8 @@ class Setting:
     vram_bytes: int
     prompt_tokens: int
     prompt_share: float
+    units_at: Callable[[int], Sequence[UnitCost]] | None
+    """After so many tokens of the prompt; None: all of it at the depth of `costs`."""
     scheduler: Callable[[], Scheduler | None]
     """Of promotions; None where it cannot be compiled."""
 
@@ -133,6 +136,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 
 def _setting(args: argparse.Namespace, manifest: Manifest, console: Console) -> Setting:
+    from atsc.compiler.compilation import DEFAULT_PROMPT_SHARE
     from atsc.passes.annotate import rates_of
     from atsc.passes.ladder import FixedBytes
     from atsc.passes.retarget import costs_of, cpu_share_of
@@ -153,26 +157,36 @@ def _setting(args: argparse.Namespace, manifest: Manifest, console: Console) -> 
     headroom = device.headroom_bytes if device else DEFAULT_HEADROOM
     share = args.prompt_share
     if share is None:
-        share = device.prompt_share if device else 0.0
+        share = device.prompt_share if device else DEFAULT_PROMPT_SHARE
     prompt = args.prompt or min(manifest.options.chunk, context)
     scheduler = functools.cache(lambda: _scheduler(console))
-    if not args.target:
-        costs = costs_of(manifest, context=args.ctx, depth=depth)
+    target = resolve(args.target) if args.target else None
+    cost_at = functools.partial(costs_of, manifest, context=args.ctx)
+    if target:
+        alone, beside = target.ram_read_bytes_per_s, target.ram_read_shared_bytes_per_s
+        cost_at = functools.partial(
+            cost_at, rates=rates_of(target), cpu_share=cpu_share_of(alone, beside)
+        )
+    costs = cost_at(depth=depth)
+    units_at = None
+    if depth is not None:
+        units_at = functools.cache(lambda tokens: cost_at(depth=depth + tokens).units)
+    if target:
+        machine, context_bytes, most = target.name, target.gpu_context_bytes, target.vram_bytes
+    else:
         assert device is not None, "costs_of refuses plans for a CPU"
-        fixed = FixedBytes(device.context_bytes, modules, activations, headroom)
-        vram = args.vram or device.budget_bytes
-        return Setting(manifest, device.model, costs, fixed, vram, prompt, share, scheduler)
-    target = resolve(args.target)
-    costs = costs_of(
+        machine, context_bytes, most = device.model, device.context_bytes, device.budget_bytes
+    return Setting(
         manifest,
-        rates_of(target),
-        cpu_share=cpu_share_of(target.ram_read_bytes_per_s, target.ram_read_shared_bytes_per_s),
-        context=args.ctx,
-        depth=depth,
+        machine,
+        costs,
+        FixedBytes(context_bytes, modules, activations, headroom),
+        args.vram or most,
+        prompt,
+        share,
+        units_at,
+        scheduler,
     )
-    fixed = FixedBytes(target.gpu_context_bytes, modules, activations, headroom)
-    vram = args.vram or target.vram_bytes
-    return Setting(manifest, target.name, costs, fixed, vram, prompt, share, scheduler)
 
 
 def _own(setting: Setting) -> Prediction:
@@ -200,38 +214,39 @@ def _try(setting: Setting, policy: str) -> Prediction | str:
 
 
 def _placed(setting: Setting, policy: str) -> Prediction:
-    """A placement made for this machine and this VRAM."""
-    from atsc.codegen.device_plan import (
-        NUM_SLOTS,
-        all_resident,
-        slot_bytes,
-        stream_from_rows,
-        with_streaming,
-    )
-    from atsc.passes.policies import POLICIES
+    """Placements made for this machine and this VRAM, with the slots that serve them best.
 
-    costs, fixed = setting.costs, setting.fixed
-    objective = costs.objective(setting.prompt_share)
-    slots = 0 if policy in ("stream", "cpu") else slot_bytes(costs.units)
-    if fixed.total + slots > setting.vram_bytes:
-        slots = 0
-    whole = all_resident(costs.units, objective, fixed, setting.vram_bytes)
-    if whole and policy in ("tensor", "gpu"):
-        placement, slots = whole.placement, 0
-    else:
-        budget = setting.vram_bytes - fixed.total - slots
-        units = with_streaming(costs.units) if slots else costs.units
-        placement = POLICIES[policy](units, objective, budget)
-    slots = placement.slot_bytes or slots
-    scenario = costs.scenario(
-        placement.on_gpu,
-        slots,
-        NUM_SLOTS,
-        stream_from_rows(costs.units, costs.chunk),
-        placement.streamed,
+    Dynamic transfer asks for other slots and residents than doing without, so each has its own.
+    """
+    static, static_bytes = _best(setting, policy, None)
+    found = Prediction(policy, static_bytes, static, _rounds(setting, static), None)
+    scheduler = setting.scheduler() if policy not in ("cpu", "gpu", "stream") else None
+    if scheduler is None:
+        return found
+    scenario, vram_bytes = _best(setting, policy, scheduler)
+    if not scenario.slot_bytes:
+        return found
+    return replace(
+        found, vram_bytes=vram_bytes, scenario=scenario, dynamic=_moved(setting, scenario)
     )
-    needed = fixed.total + slots + placement.resident_bytes if policy != "cpu" else 0
-    return _predict(setting, policy, needed, scenario)
+
+
+def _best(setting: Setting, policy: str, scheduler: Scheduler | None) -> tuple[Scenario, int]:
+    """The rung that a plan would have for all of the VRAM, and what it takes."""
+    from atsc.codegen.cpu import FEW_ROWS
+    from atsc.passes.rungs import RungRequest, plan_rungs
+
+    request = RungRequest(
+        setting.costs,
+        policy,
+        setting.vram_bytes,
+        setting.fixed,
+        setting.prompt_share,
+        FEW_ROWS,
+        scheduler,
+    )
+    rung = plan_rungs(request)[-1]
+    return request.scenario(rung), rung.required_bytes if policy != "cpu" else 0
 
 
 def _scheduler(console: Console) -> Scheduler | None:
@@ -245,17 +260,21 @@ def _scheduler(console: Console) -> Scheduler | None:
 
 
 def _predict(setting: Setting, policy: str, vram_bytes: int, scenario: Scenario) -> Prediction:
+    dynamic = _moved(setting, scenario) if scenario.slot_bytes else None
+    return Prediction(policy, vram_bytes, scenario, _rounds(setting, scenario), dynamic)
+
+
+def _moved(setting: Setting, scenario: Scenario) -> Rounds | None:
+    """The same with the scheduler's promotions."""
     from atsc.passes.transfer import with_transfer
 
-    dynamic = None
-    if scenario.slot_bytes and (scheduler := setting.scheduler()):
-        dynamic = _rounds(setting, with_transfer(scenario, scheduler))
-    return Prediction(policy, vram_bytes, scenario, _rounds(setting, scenario), dynamic)
+    scheduler = setting.scheduler()
+    return _rounds(setting, with_transfer(scenario, scheduler)) if scheduler else None
 
 
 def _rounds(setting: Setting, scenario: Scenario) -> Rounds:
     rows = min(setting.prompt_tokens, scenario.chunk)
-    prompt_ns = scenario.prompt_ns(setting.prompt_tokens)
+    prompt_ns = scenario.prompt_ns(setting.prompt_tokens, setting.units_at)
     return Rounds(scenario.decode(), scenario.round_of(rows), prompt_ns)
 
 

@@ -109,10 +109,11 @@ def _cost(attrs: Attrs, inputs: Sequence[Operand], rows: int, context: int) -> C
     heads, size = int(attrs["num_heads"]), int(attrs["head_size"])
     window = int(attrs["window"]) or context
     tokens = min(context, window + rows - 1)
+    seen = rows * tokens - rows * (rows - 1) // 2  # a row sees no later ones; of a window, at most
     kv_bytes = 2 * 2 * int(attrs["kv_heads"]) * size
     width = 4 * rows * size
     return Cost(
-        flops=4 * rows * heads * size * tokens,
+        flops=4 * heads * size * seen,
         bytes_read=kv_bytes * tokens + width * (heads + 2 * int(attrs["kv_heads"])),
         bytes_written=kv_bytes * rows + width * heads,
     )

@@ -1,51 +1,35 @@
-"""What streaming needs: slots for the largest streamed unit, and enough rows to pay."""
+"""Rungs as the tables hold them, and from how many rows on streaming pays."""
 
 from __future__ import annotations
 
 import pytest
 
-from atsc.codegen.device_plan import (
-    NUM_SLOTS,
-    DeviceRequest,
-    plan_device,
-    slot_bytes,
-    stream_from_rows,
-)
+from atsc.codegen.device_plan import DeviceRequest, plan_device
 from atsc.codegen.device_tables import DeviceTables
 from atsc.compiler.compilation import DEFAULT_PROMPT_SHARE
 from atsc.compiler.errors import BudgetError
 from atsc.passes.annotate import Annotation
 from atsc.passes.ladder import FixedBytes
 from atsc.passes.placement import Kind, Link, Part, Times, UnitCost
+from atsc.passes.policies import NUM_STREAM_SLOTS
+from atsc.passes.rungs import stream_from_rows
 
 
 def unit(part: Part, size: int, kind: Kind = Kind.WEIGHTS, cpu: int = 100) -> UnitCost:
     return UnitCost("u", kind, part, 0, size, Times(cpu, 10, 160), Times(64 * cpu, 64, 160))
 
 
-def test_slots_hold_what_is_streamed() -> None:
-    units = [
-        unit(Part.EMBEDDING, 900),
-        unit(Part.ATTENTION, 500, Kind.KV_CACHE),
-        unit(Part.ATTENTION, 30),
-        unit(Part.FFN, 40),
-        unit(Part.HEAD, 800),
-    ]
-    assert slot_bytes(units) == NUM_SLOTS * 40
-    assert slot_bytes(units[:2]) == 0
-
-
 def test_streaming_begins_where_a_copy_beats_the_cpu() -> None:
     """A copy takes 160; the CPU 100 a row, for 64 rows or more in proportion."""
-    assert stream_from_rows([unit(Part.FFN, 40)], 64) == 9, "more than a GEMV's rows"
+    assert stream_from_rows([unit(Part.FFN, 40)], 64, 8) == 9, "more than a GEMV's rows"
     slow = [unit(Part.FFN, 40, cpu=8)]
-    assert stream_from_rows(slow, 64) == 21, "8 x 20 is no more than 160"
+    assert stream_from_rows(slow, 64, 8) == 21, "8 x 20 is no more than 160"
     idle_embedding = [*slow, unit(Part.EMBEDDING, 40, cpu=10**6)]
-    assert stream_from_rows(idle_embedding, 64) == 21
-    assert stream_from_rows([unit(Part.FFN, 40, cpu=1)], 64) == 0
+    assert stream_from_rows(idle_embedding, 64, 8) == 21
+    assert stream_from_rows([unit(Part.FFN, 40, cpu=1)], 64, 8) == 0
 
 
-def layered(budget_bytes: int, policy: str) -> DeviceTables:
+def layered(budget_bytes: int, policy: str, prompt_share: float = 0.0) -> DeviceTables:
     """Four layers of a cache and two weights; hand-offs cost next to nothing."""
     costs = [unit(Part.EMBEDDING, 900)]
     for _ in range(4):
@@ -53,7 +37,7 @@ def layered(budget_bytes: int, policy: str) -> DeviceTables:
         costs += [unit(Part.FFN, 40)]
     link = Link(1, 0)
     annotation = Annotation(tuple(costs), tuple(range(len(costs))), link, link)
-    request = DeviceRequest("virtual", policy, budget_bytes, 0, 0.0, 64)
+    request = DeviceRequest("virtual", policy, budget_bytes, 0, prompt_share, 64)
     return plan_device(request, annotation, FixedBytes(0, 0, 100, 0), None, len(costs))
 
 
@@ -65,8 +49,8 @@ def test_a_rung_that_costs_more_than_a_better_one_is_dropped() -> None:
 
 
 def test_everything_resident_needs_no_slots() -> None:
-    *lower, (top, on_device) = layered(1000, "tensor").rungs
-    assert all(rung.slot_bytes == NUM_SLOTS * 40 for rung, _ in lower)
+    *lower, (top, on_device) = layered(1000, "tensor", 0.9).rungs
+    assert any(rung.slot_bytes for rung, _ in lower)
     assert (top.slot_bytes, top.required_bytes) == (0, 100 + 4 * 80)
     assert not on_device[0]
     assert all(on_device[1:])
@@ -74,8 +58,8 @@ def test_everything_resident_needs_no_slots() -> None:
 
 def test_policy_stream_brings_its_own_slots() -> None:
     ((rung, _),) = layered(400, "stream").rungs
-    assert rung.slot_bytes == rung.placement.slot_bytes == NUM_SLOTS * 40
-    assert rung.required_bytes == 100 + 4 * 10 + NUM_SLOTS * 40
+    assert rung.slot_bytes == rung.placement.slot_bytes == NUM_STREAM_SLOTS * 40
+    assert rung.required_bytes == 100 + 4 * 10 + NUM_STREAM_SLOTS * 40
 
 
 def test_what_does_not_fit_is_an_error() -> None:

@@ -56,8 +56,11 @@ def test_rungs_get_better_and_the_last_is_what_the_units_say(tmp_path: Path) -> 
     assert manifest.device is not None
     rungs = manifest.device.rungs
     assert len(rungs) > 2
-    rounds = [rung.decode_ns for rung in rungs]
-    assert rounds == sorted(rounds, reverse=True)
+    chunk, share = manifest.options.chunk, manifest.device.prompt_share
+    tokens = [(1 - share) * r.decode_ns + share * r.prefill_ns / chunk for r in rungs]
+    assert tokens == sorted(tokens, reverse=True)
+    assert all(bool(r.slot_bytes) == bool(r.num_slots) for r in rungs)
+    assert all(r.prefill_ns <= r.static_prefill_ns for r in rungs)
     assert all(rung.required_bytes <= manifest.device.budget_bytes for rung in rungs)
     fixed = manifest.device.fixed_bytes
     assert all(r.required_bytes == fixed + r.resident_bytes + r.slot_bytes for r in rungs)

@@ -97,8 +97,8 @@ def manifest_of(graph: Graph, directory: Path, rates: Rates | None) -> plan.Mani
     device = None
     if annotation:
         link = plan.Link(5e9, 9000.0, 0.2, 9000.0, 0.2)
-        rung = plan.Rung(0, 0, 0, "0" * len(units), 0, 0)
-        device = plan.Device("cuda", "test", 86, *[0] * 5, link, 0, 2, 0.0, (rung,))
+        rung = plan.Rung(0, 0, 0, 0, "0" * len(units), "0" * len(units), 0, 0, 0, 0)
+        device = plan.Device("cuda", "test", 86, *[0] * 5, link, 0, 0.0, (rung,))
     made = dataclasses.replace(
         write_plan(directory),
         units=tuple(entries),

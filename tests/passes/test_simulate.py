@@ -230,8 +230,21 @@ def test_long_rounds_stream_and_short_ones_do_not() -> None:
     assert replace(found, stream_from_rows=0).prefill().copied_bytes == 0
     assert replace(found, slot_bytes=99).prefill().copied_bytes == 0
     whole, rest = found.prefill().total_ns, found.round_of(20).total_ns
-    assert found.prompt_ns(148) == 2 * whole + rest
-    assert found.prompt_ns(128) == 2 * whole
+    assert found.prompt_ns(148) == 2 * (whole - 30) + rest, "the last round alone makes logits"
+    assert found.prompt_ns(128) == whole - 30 + whole
+
+
+def test_a_prompts_chunks_are_as_deep_as_they_lie() -> None:
+    found = scenario()
+
+    def units_at(tokens: int) -> list[UnitCost]:
+        slower = Times(80, 20 + tokens, 9)
+        return [
+            replace(unit, prefill=slower) if unit.kind is Kind.KV_CACHE else unit
+            for unit in found.units
+        ]
+
+    assert found.prompt_ns(192, units_at) == found.prompt_ns(192) + 64 + 128
 
 
 def test_times_between_a_token_and_a_chunk() -> None:
