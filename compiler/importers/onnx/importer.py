@@ -68,16 +68,16 @@ def import_onnx(path: Path, *, accuracy_level: int | None = None) -> Graph:
     lowering = Lowering(file, accuracy_level)
     graph = file.model.graph
     refused = canonicalize(graph, _input_kinds(lowering, graph), _context_length(lowering))
+    try:
+        graph.sort()
+    except ValueError as error:
+        raise ModelError(f"{file.path}: its nodes cannot be put in order ({error})") from error
     RemoveUnusedNodesPass()(file.model)
     _bind_inputs(lowering, graph)
     for initializer in graph.initializers.values():
         if initializer.const_value is None:
             raise ModelError(f"{file.path}: initializer {initializer.name} has no data")
         _bind_tensor(lowering, initializer.name or "", initializer.const_value)
-    try:
-        graph.sort()
-    except ValueError as error:
-        raise ModelError(f"{file.path}: its nodes cannot be put in order ({error})") from error
     for node in graph:
         if node.op_type == "Constant" and not node.domain:
             _bind_constant(lowering, node)

@@ -83,7 +83,9 @@ def _refuse(editor: Editor, anchor: Node, reason: str) -> None:
             return True
 
     caches = [v for v in editor.graph.outputs if v.shape is not None and len(v.shape) == 4]
-    for value in [*data_inputs(rounds, anchor), *caches]:
+    mix = product_after(anchor)
+    mixed = [] if mix is None else data_inputs(rounds, mix)
+    for value in [*data_inputs(rounds, anchor), *mixed, *caches]:
         for node in between(rounds, value, is_outside):
             editor.silence(node)
 
@@ -131,11 +133,9 @@ def _side(editor: Editor, angles: Angles, heads: Value, count: int, size: int) -
     rounds, normed = editor.rounds, is_norm(node) and not is_rows_of(editor, source)
     width = count * size
     columns = width if normed else rounds.shape(source, TYPICAL)[-1]
-    majors = (
-        normed and is_head_major(rounds, source, count),
-        is_head_major(rounds, heads, count) if heads is not source else False,
-    )
-    span = Span(source, heads, count, size, columns, majors)
+    source_major = normed and is_head_major(rounds, source, count)
+    major = source_major if heads is source else is_head_major(rounds, heads, count)
+    span = Span(source, heads, count, size, columns, (source_major, major))
     if not normed:
         span = replace(span, start=_first_column(editor, span))
         rows = source if columns == width else _columns(editor, span)

@@ -19,14 +19,23 @@ from collections.abc import Mapping
 
 import onnx_ir
 
+from atsc.compiler.importers.onnx.canonical.activations import rewrite_activations
 from atsc.compiler.importers.onnx.canonical.attention import rewrite_attention
+from atsc.compiler.importers.onnx.canonical.branches import rewrite_branches
 from atsc.compiler.importers.onnx.canonical.editor import Editor
 from atsc.compiler.importers.onnx.canonical.movements import rewrite_movements
 from atsc.compiler.importers.onnx.canonical.norms import rewrite_norms
 from atsc.compiler.importers.onnx.canonical.positions import rewrite_positions
 from atsc.compiler.importers.onnx.canonical.rounds import Rounds
 
-_REWRITES = (rewrite_norms, rewrite_positions, rewrite_attention, rewrite_movements)
+_REWRITES = (
+    rewrite_branches,
+    rewrite_norms,
+    rewrite_positions,
+    rewrite_attention,
+    rewrite_activations,
+    rewrite_movements,
+)
 
 
 def canonicalize(

@@ -1,0 +1,77 @@
+"""GELU spelled out, to Gelu.
+
+    x * 0.5 * (1 + erf(x / sqrt(2)))                               the exact one, around an Erf
+    x * 0.5 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)))      around a Tanh
+
+Products, sums and powers of x come in any order; the first value after the anchor whose values are
+those of a GELU is taken for it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from atsc.compiler.importers.onnx.canonical.editor import Editor, rms, tolerance
+from atsc.compiler.importers.onnx.canonical.region import between
+from atsc.compiler.importers.onnx.canonical.rounds import (
+    TYPICAL,
+    Node,
+    NotEvaluable,
+    Value,
+    data_inputs,
+    readers,
+)
+from atsc.compiler.ops.activation import apply_activation
+
+_KINDS = {"Erf": ("gelu", "none"), "Tanh": ("gelu_tanh", "tanh")}
+_STEPS = ("Add", "Mul", "Div", "Pow", "Cast", "Sub")
+
+
+def rewrite_activations(editor: Editor) -> None:
+    """Rewrite every GELU of the graph."""
+    for node in list(editor.graph):
+        if node.op_type in _KINDS and editor.rounds.is_data(node.outputs[0]):
+            _rewrite(editor, node)
+
+
+def _rewrite(editor: Editor, anchor: Node) -> None:
+    kind, approximate = _KINDS[anchor.op_type]
+    for x in _sources(editor, anchor):
+        value = anchor.outputs[0]
+        for _ in range(6):
+            nodes = readers([value])
+            if len(nodes) != 1 or nodes[0].op_type not in _STEPS:
+                break
+            value = nodes[0].outputs[0]
+            if _holds(editor, x, value, kind):
+                name = f"{anchor.name or value.name}/gelu"
+                editor.replace(value, editor.node("Gelu", [x], name, approximate=approximate)[0])
+                return
+
+
+def _sources(editor: Editor, anchor: Node) -> list[Value]:
+    """Values that x may be, nearest first."""
+    found: list[Value] = []
+    level = data_inputs(editor.rounds, anchor)
+    for _ in range(6):
+        found += [value for value in level if value not in found]
+        makers = [value.producer() for value in level]
+        level = [
+            value
+            for maker in makers
+            if maker is not None and maker.op_type in _STEPS
+            for value in data_inputs(editor.rounds, maker)
+        ]
+    return found
+
+
+def _holds(editor: Editor, x: Value, value: Value, kind: str) -> bool:
+    try:
+        shape = editor.rounds.shape(x, TYPICAL)
+        given = (3 * np.random.default_rng(0).standard_normal(shape)).astype(np.float32)
+        if not between(editor.rounds, value, lambda v: v is x):
+            return False
+        actual = editor.rounds.region(value, TYPICAL, {x: given})
+    except NotEvaluable:
+        return False
+    return rms(actual, apply_activation(kind, given)) <= tolerance(actual)

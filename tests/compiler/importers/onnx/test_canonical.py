@@ -1,0 +1,127 @@
+"""Decomposed decoders in many spellings: right against onnxruntime, or refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+from decomposed import KV_HEADS, LAYERS, SIZE, VOCAB, Decoder, Spelling
+from interpreter import replay
+
+from atsc.compiler.errors import ModelError
+from atsc.compiler.importers.onnx import import_onnx
+from atsc.compiler.ir import Graph
+from atsc.passes.optimise import optimise
+
+IDS = np.random.default_rng(3).integers(0, VOCAB, 22)
+PROMPT = 17
+
+
+def logits_of(model: Path, spelling: Spelling) -> np.ndarray:
+    """By onnxruntime: a prefill, then single steps."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    names = [value.name for value in session.get_outputs()]
+    empty = np.zeros((1, KV_HEADS, 0, SIZE), np.float32)
+    caches = {
+        f"past_key_values.{layer}.{part}": empty
+        for layer in range(LAYERS)
+        for part in ("key", "value")
+    }
+    rows, position = [], 0
+    for count in (PROMPT, *[1] * (len(IDS) - PROMPT)):
+        total = position + count
+        feeds = {
+            "input_ids": IDS[None, position:total],
+            "attention_mask": np.ones((1, total), np.int64),
+            "position_ids": np.arange(position, total)[None],
+        }
+        feeds |= {"num_logits_to_keep": np.array(count)} if spelling.keep_logits else {}
+        feeds |= {"use_cache_branch": np.array([True])} if spelling.merged else {}
+        wanted = {value.name for value in session.get_inputs()}
+        given = {name: array for name, array in (feeds | caches).items() if name in wanted}
+        results = dict(zip(names, session.run(names, given), strict=True))
+        rows.append(results["logits"][0])
+        caches = {name: results[name.replace("past_key_values", "present")] for name in caches}
+        position = total
+    return np.concatenate(rows)
+
+
+def imported(spelling: Spelling, folder: Path) -> Graph:
+    return optimise(import_onnx(Decoder(spelling).save(folder)))
+
+
+RIGHT = {
+    "plain": Spelling(),
+    "boolean mask, guarded": Spelling(mask="boolean", guard=True),
+    "window": Spelling(window=6),
+    "window, boolean, tiled": Spelling(window=3, mask="boolean", repeat="tile"),
+    "grouped heads": Spelling(repeat="grouped"),
+    "pairs": Spelling(rope="pairs"),
+    "pairs before the transpose": Spelling(rope="pairs", rope_in_heads_last=True),
+    "partial": Spelling(rope="partial"),
+    "partial before the transpose": Spelling(rope="partial", rope_in_heads_last=True),
+    "yarn": Spelling(rope="yarn", bias=True),
+    "no rope": Spelling(rope="none"),
+    "SmolLM3": Spelling(rope="last_none"),
+    "queries rotated alone": Spelling(rope="only_q"),
+    "learned positions": Spelling(rope="learned", norm="layer", activation="gelu_tanh", bias=True),
+    "qk norm": Spelling(qk_norm="before"),
+    "qk norm after rope": Spelling(qk_norm="after", norm="cast"),
+    "Gemma": Spelling(softcap=5.0, window=9, activation="gelu_tanh", norm="cast"),
+    "exact gelu": Spelling(activation="gelu_erf", norm="layer"),
+    "Nemotron": Spelling(activation="relu2", norm="layer", rope="partial"),
+    "OLMo2": Spelling(order="post", qk_norm="before", norm="rms_div"),
+    "Granite": Spelling(multipliers=True),
+    "packed": Spelling(packed=True, bias=True),
+    "num_logits_to_keep": Spelling(keep_logits=True),
+    "merged": Spelling(merged=True),
+    "half": Spelling(half=True),
+    "batch of one": Spelling(batch=1),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_spellings_match_onnxruntime(name: str, tmp_path: Path) -> None:
+    graph = imported(RIGHT[name], tmp_path)
+    expected = logits_of(tmp_path / "model.onnx", RIGHT[name])
+    actual = replay(graph, IDS, PROMPT)
+    assert np.linalg.norm(actual - expected) <= 2e-3 * np.linalg.norm(expected)
+    assert sum(node.op == "attention" for node in graph.nodes) == LAYERS
+
+
+REFUSED = {
+    "future": (Spelling(mask="future"), "its mask is not causal"),
+    "one ahead": (Spelling(mask="ahead"), "its mask is not causal"),
+    "padding only": (Spelling(mask="padding"), "its mask is not causal"),
+    "ALiBi": (Spelling(mask="biased"), "values that are neither 0 nor -infinity"),
+    "dynamic": (Spelling(rope="dynamic"), "do not depend on the position alone"),
+    "cache in front": (Spelling(wrong_cache=True), "do not come of a Concat with a cache"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_causal_attention_is_refused(name: str, tmp_path: Path) -> None:
+    """By the name of its Softmax, and nothing else: not every operator of its mask."""
+    spelling, reason = REFUSED[name]
+    with pytest.raises(ModelError, match="Softmax") as error:
+        imported(spelling, tmp_path)
+    lines = str(error.value).splitlines()
+    assert lines[0].endswith(f"not supported ({LAYERS}):")
+    assert all("Softmax (ai.onnx)" in line and reason in line for line in lines[1:])
+
+
+def test_a_window_is_measured(tmp_path: Path) -> None:
+    graph = imported(Spelling(window=6), tmp_path)
+    assert [n.attrs["window"] for n in graph.nodes if n.op == "attention"] == [6] * LAYERS
+
+
+def test_layers_share_tables_of_angles(tmp_path: Path) -> None:
+    graph = imported(replace(Spelling(), rope="partial"), tmp_path)
+    cos = {node.inputs[3] for node in graph.nodes if node.op == "attention"}
+    assert len(cos) == 1
+    assert graph.weights[cos.pop()].shape == (64, SIZE // 4)
