@@ -66,7 +66,7 @@ def generate(
     compiler = find_compiler(toolchain)
     stored = storage.stored()
     of_nodes = tuple(_kernels_of_node(graph, node, stored) for node in graph.nodes)
-    units = [*translation_units(_distinct(of_nodes)), *_runtime_units()]
+    units = [*translation_units(_distinct(of_nodes)), *runtime_units()]
 
     def compiled(done: int, total: int) -> None:
         if progress:
@@ -88,7 +88,8 @@ def build_library(generated: Generated, tables: str, output: Path) -> Path:
     return output
 
 
-def _runtime_units() -> list[Unit]:
+def runtime_units() -> list[Unit]:
+    """The translation units of the runtime."""
     return [
         Unit(f"runtime_{path.stem}", path.read_text("utf-8"), RUNTIME_FLAGS)
         for path in sorted(RUNTIME_SOURCES.glob("*.cc"))

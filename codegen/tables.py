@@ -98,7 +98,7 @@ def tables_source(t: TableInputs) -> str:
         "}  // namespace",
         f"static_assert(kNumIsaLevels == {len(ISA_LEVELS)} && kMaxInputs == {MAX_INPUTS});",
         "const Plan kPlan = {",
-        f"    kAbiVersion, {_string(info.name)}, {_string(t.plan_id)}, {info.vocab_size},",
+        f"    kAbiVersion, {c_string(info.name)}, {c_string(t.plan_id)}, {info.vocab_size},",
         f"    {t.context_length}, {t.chunk}, {t.max_logit_rows},",
         f"    {-1 if info.bos_token_id is None else info.bos_token_id},",
         f"    {len(info.eos_token_ids)}, kEosTokenIds,",
@@ -112,7 +112,7 @@ def tables_source(t: TableInputs) -> str:
     return "\n".join(lines)
 
 
-def _string(text: str) -> str:
+def c_string(text: str) -> str:
     """A C++ string literal; non-ASCII as octal escapes of its UTF-8 bytes."""
     escaped = "".join(
         chr(byte) if 32 <= byte < 127 and chr(byte) not in '"\\?' else f"\\{byte:03o}"
@@ -139,7 +139,7 @@ def _units(t: TableInputs) -> str:
     }
     units = zip(t.storage.units, t.unit_crc32, strict=True)
     return "".join(
-        f"    {{{_string(unit.name)}, {unit.offset}ull, {unit.bytes}ull, {crc:#x}u, "
+        f"    {{{c_string(unit.name)}, {unit.offset}ull, {unit.bytes}ull, {crc:#x}u, "
         f"UnitKind::{kinds[unit.kind]}, {unit_times(t.device, index)}}},\n"
         for index, (unit, crc) in enumerate(units)
     )
@@ -167,7 +167,7 @@ def _node(t: TableInputs, index: int, value_index: Mapping[str, int]) -> str:
     layer = int(node.attrs["layer"]) if node.op == "attention" else -1  # type: ignore[arg-type]
     return "\n".join(
         [
-            f"    {{{_string(node.name)}, {_string(node.op)},",
+            f"    {{{c_string(node.name)}, {c_string(node.op)},",
             f"     {_levels(kernels.few_rows)},",
             f"     {_levels(kernels.many_rows)},",
             f"     {{{', '.join(_inputs(t, node, value_index))}}},",

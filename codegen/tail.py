@@ -54,5 +54,8 @@ class TailKernel:
     workspace_bytes: Dim = Dim.of(0)  # noqa: RUF009 (immutable)
     item_cost: Dim = Dim.of(1)  # noqa: RUF009
     """Elements that one item of the grid reads or writes, about: how finely to share the grid."""
+    headers: tuple[str, ...] = ()
+    """Files of templates/graph whose text goes before the source; kernels of the same headers and
+    flags share a translation unit. Without any, the source is a unit of its own."""
     flags: tuple[str, ...] = ()
     """Compiler flags beyond those of every kernel."""

@@ -122,6 +122,20 @@ class Dim:
             total += factor
         return total
 
+    def substitute(self, values: Mapping[str, Dim]) -> Dim:
+        """With symbols replaced; those that `values` lacks stay."""
+        total = Dim.of(0)
+        for monomial, factor in self.terms:
+            part = Dim.of(factor)
+            for atom in monomial:
+                if isinstance(atom, str):
+                    part = part * values.get(atom, Dim.of(atom))
+                else:
+                    left, right = atom.left.substitute(values), atom.right.substitute(values)
+                    part = part * (left // right if atom.operation == "floordiv" else _call(atom.operation, left, right))
+            total = total + part
+        return total
+
     def c(self, names: Mapping[str, str]) -> str:
         """A C expression of type int64_t, in parentheses; `names` has each symbol's C spelling.
 

@@ -16,6 +16,7 @@ from atsc.codegen.cuda_tiles import Gpu
 from atsc.codegen.device_build import generate_device
 from atsc.codegen.device_plan import DeviceRequest, plan_device
 from atsc.codegen.device_tables import DeviceTables
+from atsc.codegen.graph.build import generate_graph, has_rule
 from atsc.codegen.layout import value_bytes
 from atsc.codegen.package import check_output
 from atsc.codegen.storage import lay_out, store_weights
@@ -24,8 +25,10 @@ from atsc.codegen.transfer_library import load_scheduler
 from atsc.compiler.compilation import Code, Compilation, CompileOptions, Partition
 from atsc.compiler.errors import UsageError
 from atsc.compiler.importers.onnx import import_onnx
+from atsc.compiler.importers.onnx.general import import_general, looks_like_decoder
 from atsc.compiler.ir import Graph, TensorType
 from atsc.compiler.profiling import measuring
+from atsc.compiler.write_graph import write_graph
 from atsc.compiler.write_plan import write_compiled
 from atsc.passes.allocate import Allocation, RoundLimits, allocate
 from atsc.passes.annotate import Annotation, RooflineTimer, Timer, annotate, rates_of
@@ -122,6 +125,8 @@ def default_output(model: Path) -> Path:
 
 def _compile(options: CompileOptions, output: Path, stages: Stages) -> Path:
     target = _target_of(options)
+    if not looks_like_decoder(options.model):
+        return _compile_graph(options, target, output, stages)
     imported = stages.run(
         "import", lambda: import_onnx(options.model, accuracy_level=options.accuracy_level)
     )
@@ -140,6 +145,22 @@ def _compile(options: CompileOptions, output: Path, stages: Stages) -> Path:
             "package",
             lambda: write_compiled(built, annotation, device, output, stages.progress, profile),
         )
+
+
+def _compile_graph(
+    options: CompileOptions, target: Target, output: Path, stages: Stages
+) -> Path:
+    """A model that is no language model: its graph as it is, on the CPU."""
+    if target.gpu:
+        raise UsageError(
+            f"{options.model}: no language model (it has no KV cache), and such models run on the "
+            "CPU for now: leave --vram, --policy and a --target with a GPU out"
+        )
+    graph = stages.run("import", lambda: import_general(options.model, has_rule))
+    code = stages.run(
+        "generate", lambda: generate_graph(graph, stages.progress, options.toolchain)
+    )
+    return stages.run("package", lambda: write_graph(graph, code, options, target, output))
 
 
 def build(

@@ -19,6 +19,7 @@ from atsc.compiler.errors import (
 
 API_VERSION = 1
 MESSAGE_BYTES, REASON_BYTES = 1024, 128
+MAX_RANK = 8
 
 WEIGHTS_MAP, WEIGHTS_READ = 0, 1
 TRANSFERS = ("load-aware", "static", "none")
@@ -297,6 +298,11 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
         *(ctypes.POINTER(Tensor), ctypes.c_int32),
     ),
     "plan_take_change": (Handle, ctypes.POINTER(Change)),
+    "plan_get_graph": (Handle, ctypes.POINTER(GraphInfo)),
+    "plan_run": (
+        *(Handle, ctypes.POINTER(Tensor), ctypes.c_int32),
+        *(ctypes.POINTER(Tensor), ctypes.c_int32),
+    ),
 }
 
 

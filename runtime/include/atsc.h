@@ -333,6 +333,15 @@ typedef struct atsc_api {
   /* The oldest change of promotions that was not taken yet; the plan keeps the latest thousand. The
    * first choice of a kind is one, too. Any thread. */
   atsc_status (*plan_take_change)(atsc_plan* plan, atsc_change* change, atsc_message* message);
+
+  /* Plans of general graphs (encoders, classifiers): no language models, so they have no sessions, and
+   * these are refused by all others. Any thread; runs of one plan come one after the other. */
+  atsc_status (*plan_get_graph)(const atsc_plan* plan, atsc_graph_info* info, atsc_message* message);
+  /* Run the model on all its inputs, in any order; the outputs listed get their type, rank and shape,
+   * and their content at `data`. Where one has no `data` (NULL), nothing is computed: the call says
+   * how large all of them will be. The first struct_size of each array holds for the whole array. */
+  atsc_status (*plan_run)(atsc_plan* plan, const atsc_tensor* inputs, int32_t num_inputs,
+                          atsc_tensor* outputs, int32_t num_outputs, atsc_message* message);
 } atsc_api;
 
 /* The table of a version, or NULL if this library does not know it. */

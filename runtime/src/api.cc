@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "api_calls.h"
+#include "api_graph.h"
 #include "api_handles.h"
 #include "api_plan.h"
 
@@ -46,6 +47,10 @@ atsc_status session_create(atsc_plan* plan, atsc_session** session, atsc_message
   return guard(message, [&] {
     present(session, "session") = nullptr;
     const std::lock_guard lock(present(plan, "plan").sessions);
+    if (plan->graph) {
+      fail(ATSC_INVALID_ARGUMENT, "%s is no language model and has no sessions: call plan_run",
+           kPlan.model_name);
+    }
     if (plan->num_sessions >= plan->max_sessions) {
       fail(ATSC_INVALID_ARGUMENT, "the plan's %d sessions exist already: destroy one, or open the "
                                   "plan for more", plan->max_sessions);
@@ -269,7 +274,7 @@ constexpr atsc_api kApi = {
     session_next,        session_rewind,       session_cancel, session_save,
     session_restore,     plan_profile_unit,    plan_profile_link, plan_script_device,
     plan_get_events,     session_set_recording, session_take_round,
-    plan_take_change,
+    plan_take_change,    plan_get_graph,       plan_run,
 };
 
 }  // namespace

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "graph_tables.h"
 #include "kernel.h"
 
 namespace atsc {
@@ -151,6 +152,7 @@ struct Plan {
   const UnitEntry* units;
   const CacheEntry* caches;
   DeviceEntry device = {};
+  const GraphTables* graph = nullptr;  // of a general graph: then there are no nodes and no caches
 };
 
 inline constexpr uint32_t kAbiVersion = 4;

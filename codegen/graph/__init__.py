@@ -1,0 +1,1 @@
+"""Kernels of general graphs: operators as index expressions, fused into C loop nests."""

@@ -1,0 +1,316 @@
+"""From a graph of ONNX operators to buffers and kernel calls.
+
+Nodes are taken in order; each operator's rule (`rules`) makes tensors of tensors. What the rules fuse
+and what they store is said in tensor.py. Sizes that two tensors must agree on, and that only run time
+tells, become `Check`s.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atsc.codegen.graph.kernels import Call, map_call
+from atsc.codegen.graph.tensor import (
+    CHEAP,
+    Buffer,
+    Code,
+    Index,
+    Stored,
+    Tensor,
+    known_tensor,
+    scalar_literal,
+    stored,
+)
+from atsc.codegen.tail import ELEMENT_BYTES, ElementType
+from atsc.compiler.dims import Dim
+from atsc.compiler.errors import ModelError
+from atsc.compiler.tensor_graph import Constant, GraphInput, OnnxNode, TensorGraph
+
+Inputs = Sequence[Tensor | None]
+Rule = Callable[["Lowering", OnnxNode, list[Any]], "Tensor | tuple[Tensor | None, ...]"]
+_MOST_LITERAL_ELEMENTS = 4096
+_SHAPE_READERS = ("Shape", "Size")
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Two sizes that must be equal (or the first at least the second) when the graph runs."""
+
+    left: Dim
+    right: Dim
+    what: str
+    """Node and reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What a graph became."""
+
+    inputs: tuple[Buffer, ...]
+    outputs: tuple[Buffer, ...]
+    constants: Mapping[Buffer, Constant]
+    calls: tuple[Call, ...]
+    checks: tuple[Check, ...]
+
+    @property
+    def temporaries(self) -> tuple[Buffer, ...]:
+        """Buffers between calls, in order of first use."""
+        given = {*self.inputs, *self.constants, *self.outputs}
+        made = dict.fromkeys(buffer for call in self.calls for buffer in call.outputs)
+        return tuple(buffer for buffer in made if buffer not in given)
+
+
+class UnsupportedError(ModelError):
+    """An operator, type or attribute that no rule covers; raised by rules."""
+
+
+class Lowering:
+    """The state of `lower`, and what rules work with."""
+
+    def __init__(self, graph: TensorGraph, rules: Mapping[tuple[str, str], Rule]) -> None:
+        self.graph = graph
+        self._rules = rules
+        self.calls: list[Call] = []
+        self.checks: dict[tuple[Dim, Dim], Check] = {}
+        self.constants: dict[Buffer, Constant] = {}
+        self.node = ""
+        self._values: dict[str, Tensor | None] = {}
+        self._uses: Counter[str] = Counter(graph.outputs)
+        for node in graph.nodes:
+            if node.op not in _SHAPE_READERS:
+                self._uses.update(node.inputs)
+
+    def value(self, name: str) -> Tensor | None:
+        """A value by its name; None for an absent one."""
+        if not name:
+            return None
+        if name not in self._values and name in self.graph.constants:
+            self._values[name] = self._constant(name, self.graph.constants[name])
+        if (found := self._values.get(name)) is None:
+            raise UnsupportedError(f"its input {name} is not made by any node")
+        return found
+
+    def bind_input(self, given: GraphInput) -> Buffer:
+        """An input of the graph."""
+        buffer = Buffer(given.name, element_type(given.dtype), given.shape)
+        self._values[given.name] = stored(buffer)
+        return buffer
+
+    def run(self, node: OnnxNode, rule: Rule) -> None:
+        """Apply a node's rule; bind its outputs."""
+        self.node = node.name
+        made = rule(self, node, [self.value(name) for name in node.inputs])
+        results = made if isinstance(made, tuple) else (made,)
+        wanted = [place for place, name in enumerate(node.outputs) if name]
+        if wanted and wanted[-1] >= len(results):
+            raise UnsupportedError(f"its output {node.outputs[wanted[-1]]} is not supported")
+        for place in wanted:
+            name, tensor = node.outputs[place], results[place]
+            if tensor is None:
+                raise UnsupportedError(f"its output {name} is not supported")
+            if tensor.known is None and self._uses[name] > 1 and tensor.cost > 1:
+                tensor = self.store(tensor)
+            self._values[name] = tensor
+
+    def array(self, array: NDArray[Any]) -> Tensor:
+        """A constant that a rule made."""
+        return self._constant(f"{self.node}.{len(self.constants)}", Constant.of(array))
+
+    def _constant(self, name: str, constant: Constant) -> Tensor:
+        dtype = element_type(constant.dtype)
+        shape = tuple(Dim.of(size) for size in constant.shape)
+        count = int(np.prod(constant.shape, dtype=np.int64))
+        literal = constant.read() if count <= _MOST_LITERAL_ELEMENTS else None
+        if literal is not None and dtype in ("int64", "int32", "bool") and count <= 64:
+            small = known_tensor(literal.astype(object), dtype)
+            if count == 1:
+                text = scalar_literal(dtype, literal.item())
+                return replace(small, at=lambda code, index: text, cost=0, literal=literal)
+            return replace(small, literal=literal)
+        if literal is not None and count == 1 and dtype != "bfloat16":
+            text = scalar_literal(dtype, literal.item())
+            return Tensor(dtype, shape, lambda code, index: text, literal=literal)
+        buffer = Buffer(name, dtype, shape)
+        self.constants[buffer] = constant
+        return replace(stored(buffer), literal=literal)
+
+    def store(self, tensor: Tensor) -> Stored:
+        """A tensor in memory, as it is or by a kernel of its own."""
+        if isinstance(tensor, Stored):
+            return tensor
+        buffer = self.buffer(tensor.dtype, tensor.shape)
+        self.calls.append(map_call(self.node, tensor, buffer))
+        return stored(buffer)
+
+    def buffer(self, dtype: ElementType, shape: tuple[Dim, ...]) -> Buffer:
+        """A new buffer, for a kernel to write."""
+        return Buffer(f"{self.node}:{len(self.calls)}", dtype, shape)
+
+    def cheap(self, tensor: Tensor, limit: int = CHEAP) -> Tensor:
+        """A tensor whose elements may be read more than once."""
+        return self.store(tensor) if tensor.cost > limit else tensor
+
+    def agree(self, left: Dim, right: Dim, what: str) -> Dim:
+        """Two sizes that must be equal; the simpler of them.
+
+        Raises:
+            UnsupportedError: they never are.
+        """
+        if left == right:
+            return left
+        if left.constant is not None and right.constant is not None:
+            raise UnsupportedError(f"{what}: {left} and {right} differ")
+        self.checks.setdefault((left, right), Check(left, right, f"{self.node}: {what}"))
+        return right if right.constant is not None else left
+
+    def broadcast(self, shapes: Iterable[Sequence[Dim]]) -> tuple[Dim, ...]:
+        """The common shape of operands, aligned at their last dimension."""
+        result: list[Dim] = []
+        for shape in shapes:
+            missing = len(shape) - len(result)
+            result = [Dim.of(1)] * missing + result
+            for place, size in enumerate(shape, len(result) - len(shape)):
+                if result[place].constant == 1:
+                    result[place] = size
+                elif size.constant != 1:
+                    result[place] = self.agree(result[place], size, "sizes that are broadcast")
+        return tuple(result)
+
+    def dims(self, tensor: Tensor, what: str) -> list[Dim]:
+        """The content of a tensor of sizes.
+
+        Raises:
+            UnsupportedError: it depends on more than the shapes of inputs.
+        """
+        if tensor.known is None:
+            raise UnsupportedError(
+                f"{what} depends on data; export the model with it as a constant, or computed from "
+                "shapes"
+            )
+        return [Dim.of(value) for value in tensor.known.reshape(-1)]
+
+    def ints(self, tensor: Tensor, what: str) -> list[int]:
+        """The content of a tensor of constant integers."""
+        found = []
+        for dim in self.dims(tensor, what):
+            if dim.constant is None:
+                raise UnsupportedError(f"{what} depends on the inputs' sizes ({dim})")
+            found.append(dim.constant)
+        return found
+
+    def content(self, tensor: Tensor, what: str) -> NDArray[Any]:
+        """The content of a constant."""
+        if tensor.literal is not None:
+            return tensor.literal
+        if isinstance(tensor, Stored) and tensor.buffer in self.constants:
+            return self.constants[tensor.buffer].read()
+        if tensor.known is not None and all(d.constant is not None for d in tensor.known.flat):
+            return np.array([d.constant for d in tensor.known.flat]).reshape(tensor.known.shape)
+        raise UnsupportedError(f"{what} must be a constant")
+
+
+def aligned(tensor: Tensor, index: Index) -> list[str]:
+    """The index of a broadcast operand, from that of the result."""
+    own = index[len(index) - tensor.rank :]
+    return ["0" if size.constant == 1 else at for size, at in zip(tensor.shape, own, strict=True)]
+
+
+def element_type(name: str) -> ElementType:
+    """A type's name, checked.
+
+    Raises:
+        UnsupportedError: kernels have no such elements.
+    """
+    if name not in ELEMENT_BYTES:
+        raise UnsupportedError(f"elements of type {name} are not supported")
+    return name  # type: ignore[return-value]
+
+
+def lower(
+    graph: TensorGraph, rules: Mapping[tuple[str, str], Rule], fallback: Rule | None = None
+) -> Program:
+    """All kernels of a graph.
+
+    Args:
+        graph: the model.
+        rules: by domain and operator.
+        fallback: takes the nodes that have no rule.
+
+    Raises:
+        ModelError: what no rule covers, all such nodes in one message.
+    """
+    g = Lowering(graph, rules)
+    inputs = tuple(g.bind_input(given) for given in graph.inputs)
+    problems: list[str] = []
+    broken: set[str] = set()
+    for node in graph.nodes:
+        if broken & set(node.inputs):
+            broken.update(node.outputs)
+            continue
+        try:
+            rule = rules.get((node.domain, node.op), fallback)
+            if rule is None:
+                raise UnsupportedError("no such operator here")
+            g.run(node, rule)
+        except (UnsupportedError, ZeroDivisionError) as error:
+            problems.append(f"{node}: {error}")
+            broken.update(node.outputs)
+    if problems:
+        raise ModelError(f"{graph.name}: cannot compile {'; '.join(problems)}")
+    outputs = tuple(_output(g, name) for name in graph.outputs)
+    calls, checks = _needed(g.calls, outputs), tuple(g.checks.values())
+    used = {buffer for call in calls for buffer in call.inputs}
+    constants = {buffer: c for buffer, c in g.constants.items() if buffer in used}
+    return Program(inputs, outputs, constants, calls, checks)
+
+
+def _output(g: Lowering, name: str) -> Buffer:
+    """An output of the graph in a buffer of its own, into which its kernel writes if it can."""
+    g.node = name
+    tensor = g.value(name)
+    assert tensor is not None
+    target = Buffer(name, tensor.dtype, tensor.shape)
+    if isinstance(tensor, Stored):
+        makers = [place for place, call in enumerate(g.calls) if tensor.buffer in call.outputs]
+        taken = {output for call in g.calls for output in call.outputs if output.name == name}
+        is_output = any(tensor.buffer.name == other for other in g.graph.outputs)
+        if makers and not taken and not is_output:
+            swap = functools.partial(_swap, old=tensor.buffer, new=target)
+            g.calls = [
+                replace(call, inputs=swap(call.inputs), outputs=swap(call.outputs))
+                for call in g.calls
+            ]
+            g._values = {
+                other: stored(target, value.shape)
+                if isinstance(value, Stored) and value.buffer is tensor.buffer
+                else value
+                for other, value in g._values.items()
+            }
+            return target
+    g.calls.append(map_call(g.node, tensor, target))
+    return target
+
+
+def _swap(buffers: tuple[Buffer, ...], old: Buffer, new: Buffer) -> tuple[Buffer, ...]:
+    return tuple(new if buffer is old else buffer for buffer in buffers)
+
+
+def _needed(calls: list[Call], outputs: tuple[Buffer, ...]) -> tuple[Call, ...]:
+    """Without calls whose results nobody reads."""
+    wanted = set(outputs)
+    kept: list[Call] = []
+    for call in reversed(calls):
+        if wanted & set(call.outputs):
+            kept.append(call)
+            wanted.update(call.inputs)
+    return tuple(reversed(kept))
+
+
+__all__ = ["Check", "Code", "Lowering", "Program", "Rule", "UnsupportedError", "aligned", "lower"]

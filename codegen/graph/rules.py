@@ -1,0 +1,17 @@
+"""Every operator that has a rule: where a new one goes is said in docs/adding-an-operator.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from atsc.codegen.graph import elementwise, linear, moves, reduce, resize
+from atsc.codegen.graph.lower import Rule
+
+RULES: Mapping[tuple[str, str], Rule] = {
+    **elementwise.RULES,
+    **moves.RULES,
+    **reduce.RULES,
+    **linear.RULES,
+    **resize.RULES,
+}
+"""(domain, operator) -> rule."""

@@ -1,0 +1,274 @@
+"""Graphs that are no decoders: an ONNX model as a TensorGraph.
+
+Functions that have no rule of their own are replaced by their bodies, until only operators are left;
+what depends on constants alone is computed here, by onnx's reference implementation.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.defs
+import onnx.inliner
+import onnx.reference
+import onnx_ir
+from numpy.typing import NDArray
+from onnx import helper
+
+from atsc.compiler.dims import Dim
+from atsc.compiler.errors import ModelError
+from atsc.compiler.importers.onnx.model_file import ModelFile, is_readable, open_model
+from atsc.compiler.tensor_graph import Constant, GraphInput, OnnxNode, TensorGraph
+
+_MOST_FOLDED_BYTES = 64 << 20
+_NEVER_FOLDED = ("RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike",
+                 "Multinomial", "Bernoulli", "If", "Loop", "Scan")  # fmt: skip
+_TYPE_NAMES = {
+    onnx_ir.DataType.FLOAT: "float32",
+    onnx_ir.DataType.DOUBLE: "float64",
+}
+HasRule = Callable[[str, str], bool]
+"""(domain, operator) -> whether code generation knows it."""
+
+
+def import_general(path: Path, has_rule: HasRule) -> TensorGraph:
+    """Read any ONNX model; weights stay on disk.
+
+    Raises:
+        ModelError: the model is damaged, or an input has no type and shape that kernels have.
+    """
+    file = open_model(path)
+    return _to_graph(file, has_rule)
+
+
+def general_of_proto(model: onnx.ModelProto, has_rule: HasRule, name: str = "model") -> TensorGraph:
+    """A model in memory, as `import_general` reads a file."""
+    try:
+        parsed = onnx_ir.serde.deserialize_model(model)
+    except (ValueError, TypeError, KeyError, onnx_ir.serde.SerdeError) as error:
+        raise ModelError(f"{name}: not an ONNX model ({error})") from error
+    return _to_graph(ModelFile(Path(name), parsed, {}, ()), has_rule)
+
+
+def looks_like_decoder(path: Path) -> bool:
+    """Whether a model is to be compiled as a language model: it has a KV cache to own.
+
+    A genai_config.json beside it, or inputs whose names say past keys and values.
+
+    Raises:
+        ModelError: it cannot be read.
+    """
+    file = open_model(path)
+    if file.config:
+        return True
+    names = [value.name or "" for value in file.model.graph.inputs]
+    return any("past" in name or "cache" in name for name in names)
+
+
+def _to_graph(file: ModelFile, has_rule: HasRule) -> TensorGraph:
+    model = _expanded(file, has_rule)
+    graph = model.graph
+    try:
+        graph.sort()
+    except ValueError as error:
+        raise ModelError(f"{file.path}: its nodes cannot be put in order ({error})") from error
+    opsets = {domain: version or 1 for domain, version in model.opset_imports.items()}
+    opsets[""] = opsets.get("", opsets.get("ai.onnx", 1))
+    constants = {
+        initializer.name or "": _constant(file, initializer.name or "", initializer.const_value)
+        for initializer in graph.initializers.values()
+    }
+    nodes: list[OnnxNode] = []
+    for number, node in enumerate(graph):
+        made = _node(node, number, opsets)
+        if not _fold(node, made, opsets, constants, file):
+            nodes.append(made)
+    outputs = tuple(output.name or "" for output in graph.outputs)
+    return TensorGraph(
+        name=file.path.stem,
+        inputs=tuple(_inputs(file, graph)),
+        outputs=outputs,
+        nodes=tuple(_used(nodes, outputs)),
+        constants=constants,
+        source_files=tuple(map(str, dict.fromkeys([file.path, *sorted(file.data_files())]))),
+        companion_files=tuple(map(str, file.companions)),
+    )
+
+
+def _expanded(file: ModelFile, has_rule: HasRule) -> onnx_ir.Model:
+    """With functions as their bodies, where they have no rule."""
+    model = file.model
+    kept = {(node.domain, node.op_type) for node in model.graph if has_rule(*_key(node))}
+    opset = model.opset_imports.get("", 1) or 1
+    if not model.functions and all(
+        _key(node) in kept or not _has_body(*_key(node), opset) for node in model.graph
+    ):
+        return model
+    proto = onnx_ir.serde.serialize_model(model)
+    _write_defaults(proto.graph.node, opset)
+    rules = [
+        ("ai.onnx" if not schema.domain else schema.domain, schema.name)
+        for schema in onnx.defs.get_all_schemas()
+        if has_rule(schema.domain, schema.name)
+    ]
+    rules += [("", name) for domain, name in rules if domain == "ai.onnx"]
+    try:
+        inlined = onnx.inliner.inline_selected_functions(
+            proto, rules, exclude=True, inline_schema_functions=True
+        )
+    except Exception as error:  # the inliner is C++ and has no type for its errors
+        raise ModelError(f"{file.path}: its functions cannot be expanded ({error})") from error
+    result = onnx_ir.serde.deserialize_model(inlined)
+    onnx_ir.external_data.set_base_dir(result.graph, file.path.parent)
+    return result
+
+
+def _write_defaults(nodes: Iterable[onnx.NodeProto], opset: int) -> None:
+    """Give functions their default attributes, which the inliner takes for absent ones."""
+    for node in nodes:
+        if node.domain not in ("", "ai.onnx") or not _has_body("", node.op_type, opset):
+            continue
+        given = {attribute.name for attribute in node.attribute}
+        schema = onnx.defs.get_schema(node.op_type, opset, "")
+        for name, attribute in schema.attributes.items():
+            if name not in given and attribute.default_value.name:
+                node.attribute.append(attribute.default_value)
+
+
+def _key(node: onnx_ir.Node) -> tuple[str, str]:
+    return ("" if node.domain == "ai.onnx" else node.domain, node.op_type)
+
+
+def _has_body(domain: str, op: str, opset: int) -> bool:
+    try:
+        schema = onnx.defs.get_schema(op, opset, domain)
+    except onnx.defs.SchemaError:
+        return False
+    return bool(schema.has_function or schema.has_context_dependent_function)
+
+
+def _inputs(file: ModelFile, graph: onnx_ir.Graph) -> Iterable[GraphInput]:
+    for value in graph.inputs:
+        name = value.name or ""
+        if name in graph.initializers:
+            continue
+        if value.shape is None or value.dtype is None:
+            raise ModelError(f"{file.path}: input {name} has no type and shape that kernels have")
+        dims = [
+            Dim.of(size)
+            if isinstance(size, int)
+            else Dim.of(str(size.value) if size.value else f"{name}.{axis}")
+            for axis, size in enumerate(value.shape)
+        ]
+        yield GraphInput(name, _type_name(value.dtype), tuple(dims))
+
+
+def _type_name(dtype: onnx_ir.DataType) -> str:
+    return _TYPE_NAMES.get(dtype, dtype.name.lower())
+
+
+def _constant(file: ModelFile, name: str, tensor: onnx_ir.TensorProtocol | None) -> Constant:
+    if tensor is None:
+        raise ModelError(f"{file.path}: initializer {name} has no data")
+    shape = tuple(int(size) for size in tensor.shape.numpy())
+    if isinstance(tensor, onnx_ir.ExternalTensor) and is_readable(tensor):
+        source = file.source(tensor)
+        return Constant(_type_name(tensor.dtype), shape, source.read)
+    name_of_type = _type_name(tensor.dtype)
+    if name_of_type == "bfloat16":
+        return Constant(name_of_type, shape, lambda: tensor.numpy().view(np.uint16))
+    return Constant(name_of_type, shape, tensor.numpy)
+
+
+def _node(node: onnx_ir.Node, number: int, opsets: dict[str, int]) -> OnnxNode:
+    domain, op = _key(node)
+    return OnnxNode(
+        name=node.name or f"{op}_{number}",
+        op=op,
+        domain=domain,
+        opset=node.version or opsets.get(domain, 1),
+        inputs=tuple(value.name or "" if value is not None else "" for value in node.inputs),
+        outputs=tuple(value.name or "" for value in node.outputs),
+        attrs={name: _attribute(attr) for name, attr in node.attributes.items()},
+    )
+
+
+def _attribute(attr: Any) -> Any:
+    value = attr.value
+    if attr.type == onnx_ir.AttributeType.TENSOR:
+        return value.numpy()
+    if attr.type in (onnx_ir.AttributeType.INTS, onnx_ir.AttributeType.FLOATS):
+        return tuple(value)
+    return value
+
+
+def _fold(
+    node: onnx_ir.Node,
+    made: OnnxNode,
+    opsets: dict[str, int],
+    constants: dict[str, Constant],
+    file: ModelFile,
+) -> bool:
+    """Compute a node whose inputs are all constants; False if it has to stay."""
+    inputs = [name for name in made.inputs if name]
+    if made.op in _NEVER_FOLDED or any(name not in constants for name in inputs):
+        return False
+    if made.op == "Constant" and "value" in node.attributes:
+        constants[made.outputs[0]] = _constant(file, made.name, node.attributes["value"].value)
+        return True
+    if sum(constants[name].num_bytes for name in inputs) > _MOST_FOLDED_BYTES:
+        return False
+    if any(constants[name].dtype == "bfloat16" for name in inputs):
+        return False
+    results = _evaluate(node, {name: constants[name].read() for name in inputs}, opsets)
+    if results is None or sum(result.nbytes for result in results) > _MOST_FOLDED_BYTES:
+        return False
+    for name, result in zip(made.outputs, results, strict=False):
+        constants[name] = Constant.of(np.ascontiguousarray(result).reshape(result.shape))
+    return True
+
+
+def _evaluate(
+    node: onnx_ir.Node, inputs: dict[str, NDArray[Any]], opsets: dict[str, int]
+) -> list[NDArray[Any]] | None:
+    """What the reference implementation makes of a node; None if it cannot."""
+    proto = onnx_ir.serde.serialize_node(node)
+    graph = helper.make_graph(
+        [proto],
+        "fold",
+        [helper.make_tensor_value_info(k, _onnx_type(v), v.shape) for k, v in inputs.items()],
+        [onnx.ValueInfoProto(name=name) for name in proto.output if name],
+    )
+    imports = [helper.make_opsetid(domain, version) for domain, version in opsets.items()]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = helper.make_model(graph, opset_imports=imports)
+            found = onnx.reference.ReferenceEvaluator(model).run(None, inputs)
+    except Exception:  # whatever it is: then code generation has to deal with the node
+        return None
+    arrays = [np.asarray(value) for value in found if isinstance(value, (np.ndarray, np.generic))]
+    plain = all(array.dtype.kind in "fiub" for array in arrays)
+    return arrays if plain and len(arrays) == len(found) else None
+
+
+def _onnx_type(array: NDArray[Any]) -> int:
+    return int(helper.np_dtype_to_tensor_dtype(array.dtype))
+
+
+def _used(nodes: list[OnnxNode], outputs: tuple[str, ...]) -> list[OnnxNode]:
+    """Without nodes whose results nobody reads."""
+    wanted, kept = set(outputs), []
+    for node in reversed(nodes):
+        if wanted & set(node.outputs):
+            kept.append(node)
+            wanted.update(node.inputs)
+    return kept[::-1]
+
+
+__all__ = ["HasRule", "general_of_proto", "import_general", "looks_like_decoder"]
