@@ -292,11 +292,6 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "plan_get_events": (Handle, ctypes.POINTER(Event), ctypes.c_int64, Int64Pointer),
     "session_set_recording": (Handle, ctypes.c_int32),
     "session_take_round": (Handle, ctypes.POINTER(Round)),
-    "plan_get_graph": (Handle, ctypes.POINTER(GraphInfo)),
-    "plan_run": (
-        *(Handle, ctypes.POINTER(Tensor), ctypes.c_int32),
-        *(ctypes.POINTER(Tensor), ctypes.c_int32),
-    ),
     "plan_take_change": (Handle, ctypes.POINTER(Change)),
     "plan_get_graph": (Handle, ctypes.POINTER(GraphInfo)),
     "plan_run": (
