@@ -7,6 +7,12 @@ Steps: `limits` (what the machine allows), and for each model MODEL/make, MODEL/
 compiles it, runs `atsc bench` (pp512, tg128, at depth 0 and 2048) with the process's peak VRAM
 watched, and compares with what `inspect` and `simulate` predicted and with the machine's limit.
 
+The ablation of ATSInfer's Figure 15 runs the plan that is there in other ways:
+MODEL/layer+synchronous is its base; MODEL/tensor+synchronous has tensor placement,
+MODEL/tensor+asynchronous (no promotion in decode) rounds that do not wait as well,
+MODEL/tensor+static promotions chosen once, and MODEL/tensor is all of it. MODEL/tensor+series has
+its Figure 14: how busy the GPU and how fast the link were over a round, from a trace.
+
 The packages run from this checkout, installed or not. Processes are bound to the first --threads
 cores that this one may use. A step that outlasts its budget is ended and reported; --total ends the
 whole run in time. Models have random int4 weights with fp16 scales (make_model.py).
@@ -33,6 +39,13 @@ HERE = Path(__file__).resolve().parent
 PACKAGES = HERE.parent / ".links"
 MODELS = ("qwen3-14b", "qwen3-8b")
 POLICIES = ("tensor", "gpu", "layer")
+VARIANTS = {
+    "asynchronous": ("--transfer", "none"),
+    "synchronous": ("--transfer", "none", "--rounds", "synchronous"),
+    "static": ("--transfer", "static"),
+}
+"""Flags of `atsc bench`."""
+NUM_SLICES = 40
 LIMITS_MIB = 2048
 SAMPLE_SECONDS = 0.02
 Record = dict[str, Any]
@@ -201,7 +214,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-p", type=int, default=512, metavar="N", help="tokens to read")
     parser.add_argument("-n", type=int, default=128, metavar="N", help="tokens to write")
     parser.add_argument("-d", default="0,2048", metavar="N,...", help="tokens before")
-    parser.add_argument("-r", type=int, default=3, metavar="N", help="repetitions")
+    parser.add_argument("-r", type=int, default=2, metavar="N", help="repetitions")
     parser.add_argument("--total", type=float, default=3600, metavar="S", help="of the whole run")
     parser.add_argument("--scale", type=float, default=1, metavar="X", help="budgets of steps")
     return parser
@@ -217,6 +230,16 @@ def _steps(args: argparse.Namespace) -> Iterator[Step]:
                 300,
                 lambda run, model=model, policy=policy: _plan(run, model, policy),
             )
+            if policy == "gpu":
+                continue
+            for name in VARIANTS if policy == "tensor" else ("synchronous",):
+                yield Step(
+                    f"{model}/{policy}+{name}",
+                    90,
+                    lambda run, m=model, p=policy, name=name: _variant(run, m, p, name),
+                )
+            if policy == "tensor":
+                yield Step(f"{model}/tensor+series", 60, lambda run, m=model: _series(run, m))
 
 
 def _selected(args: argparse.Namespace) -> Iterator[Step]:
@@ -289,6 +312,64 @@ def _plan(run: Run, model: str, policy: str) -> Record:
     }
 
 
+def _made_plan(run: Run, model: str, policy: str) -> Path:
+    """A model's plan, as the step of this policy left it."""
+    plan = run.folder(model).parent / f"{run.folder(model).name}.atsplan"
+    manifest = plan / "plan.json"
+    if not manifest.is_file() or json.loads(manifest.read_text())["options"]["policy"] != policy:
+        raise StepError(f"{plan} is no plan of policy {policy}; run step {model}/{policy} first")
+    return plan
+
+
+def _variant(run: Run, model: str, policy: str, name: str) -> Record:
+    """The plan that is there, run in another way; depth 0 alone."""
+    args = run.args
+    plan = _made_plan(run, model, policy)
+    tests = ("-p", args.p, "-n", args.n, "-r", args.r, "--threads", args.threads)
+    bench = run.atsc("bench", plan, *tests, *VARIANTS[name])
+    tokens = {row["test"]: row["avg_ts"] for row in bench["rows"]}
+    return {"policy": policy, "tok_s": tokens, "samples": bench["rows"], "flags": VARIANTS[name]}
+
+
+def _series(run: Run, model: str) -> Record:
+    """Busy shares and rates over the last prefill chunk and the last decode step."""
+    plan, trace = _made_plan(run, model, "tensor"), Path(run.args.work) / f"{model}-trace.json"
+    tests = ("-p", run.args.p, "-n", 16, "-r", 1, "--threads", run.args.threads)
+    run.atsc("bench", plan, *tests, "--trace", trace)
+    events = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]
+    rounds = {}
+    for event in events:
+        if event["cat"] == "round":
+            rounds[event["name"].split()[0]] = event
+    found = {name: series_of(event, events) for name, event in rounds.items()}
+    return {"trace": str(trace), "rounds": found}
+
+
+def series_of(whole: Record, events: Sequence[Record], num_slices: int = NUM_SLICES) -> Record:
+    """A round in equal slices: the GPU's busy share and H2D bytes a second in each.
+
+    Args:
+        whole: the round's event of a trace; times in microseconds.
+        events: all events of the trace.
+        num_slices: how many.
+    """
+    width = whole["dur"] / num_slices
+    busy, rate = [0.0] * num_slices, [0.0] * num_slices
+    for event in events:
+        if event["cat"] not in ("device", "device wait", "copy") or not event["dur"]:
+            continue
+        for index in range(num_slices):
+            begin = whole["ts"] + index * width
+            shared = min(event["ts"] + event["dur"], begin + width) - max(event["ts"], begin)
+            if shared <= 0:
+                continue
+            if event["cat"] == "copy":
+                rate[index] += event["args"]["bytes"] / event["dur"] * shared / width * 1e6
+            else:  # a run lasts through its waits for weights
+                busy[index] += (1 if event["cat"] == "device" else -1) * shared / width
+    return {"round_us": whole["dur"], "gpu_busy": busy, "h2d_bytes_per_s": rate}
+
+
 def _placement(shown: Any) -> Record:
     """Units and bytes that a decode step reads on each side."""
     sides: Record = {}
@@ -344,6 +425,8 @@ def _table(records: dict[str, Record]) -> str:
     for name, record in records.items():
         if not record["ok"]:
             lines.append(f"| {name} | | {record['error']} | | | |")
+        for test, rate in record.get("tok_s", {}).items():
+            lines.append(f"| {name} | | {test} | {rate:.1f} | | |")
         for row in record.get("rows", ()):
             peak = record["vram"]["peak_bytes"] / 2**30
             cells = [name, f"{peak:.2f}", row["test"], f"{row['tok_s']:.1f} ± {row['sd']:.1f}"]

@@ -128,7 +128,10 @@ def _compile(options: CompileOptions, output: Path, stages: Stages) -> Path:
     if not looks_like_decoder(options.model):
         return _compile_graph(options, target, output, stages)
     imported = stages.run(
-        "import", lambda: import_onnx(options.model, accuracy_level=options.accuracy_level)
+        "import",
+        lambda: import_onnx(
+            options.model, accuracy_level=options.accuracy_level, context=options.ctx
+        ),
     )
     context = choose_context(imported, options.ctx)
     graph = stages.run("optimise", lambda: LimitContext(context).run(optimise(imported)))

@@ -109,6 +109,7 @@ class FakeSession:
 class FakePlan:
     model_name, vocab_size, context_length, chunk = "fake", 50, CONTEXT, CHUNK
     num_threads, isa, bos_token_id = 2, "avx2", None
+    device_bytes = 0
     tokenizer = FakeTokenizer()
     manifest = SimpleNamespace(memory=SimpleNamespace(weights_bytes=3 << 20))
 
@@ -119,6 +120,9 @@ class FakePlan:
     def session(self) -> FakeSession:
         self.sessions.append(FakeSession())
         return self.sessions[-1]
+
+    def take_changes(self) -> list[Any]:
+        return []
 
     def __enter__(self) -> Self:
         return self

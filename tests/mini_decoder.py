@@ -132,6 +132,8 @@ class MiniDecoder:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = 1
         options.log_severity_level = 4
+        # It makes MatMulNBits of DequantizeLinear, which would round activations by default.
+        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
         session = onnxruntime.InferenceSession(self.model().SerializeToString(), options)
         dtype = helper.tensor_dtype_to_np_dtype(self.element)
         past = {

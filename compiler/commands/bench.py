@@ -6,6 +6,7 @@ Every test is warmed up, and repeated on random tokens; `-d` fills the context f
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from atsc.compiler.commands import run as running
 from atsc.compiler.commands import trace as traces
 from atsc.compiler.commands.console import (
     Console,
@@ -58,6 +60,14 @@ def add(parsers: Any) -> argparse.ArgumentParser:
         metavar="SIZE",
         help="GPU memory to use, as 6G (default: as compiled)",
     )
+    running.add_transfer_flags(parser)
+    parser.add_argument(
+        "--rounds",
+        choices=("graph", "launches", "synchronous"),
+        default="graph",
+        help="how rounds run on the GPU (graph); synchronous: on one stream, with a wait at each "
+        "hand-off, as a plain engine does",
+    )
     traces.add_flag(parser)
     return parser
 
@@ -92,7 +102,13 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
     with (
         traces.tracing(args.trace) as trace,
-        loader.load(directory, threads=args.threads, vram=args.vram) as plan,
+        loader.load(
+            directory,
+            threads=args.threads,
+            vram=args.vram,
+            rounds=args.rounds,
+            **running.transfer_options(args),
+        ) as plan,
     ):
         for test in tests:
             if test.depth + test.num_tokens > plan.context_length:
@@ -106,6 +122,10 @@ def run(args: argparse.Namespace, console: Console) -> int:
             "model": plan.model_name,
             "threads": plan.num_threads,
             "isa": plan.isa,
+            "transfer": args.transfer,
+            "rounds": args.rounds,
+            "device_bytes": plan.device_bytes,
+            "changes": [dataclasses.asdict(change) for change in plan.take_changes()],
             "rows": [_row(test, rates) for test, rates in samples.items()],
         }
         console.result(document, _table(plan, samples))

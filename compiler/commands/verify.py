@@ -76,7 +76,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
             f"--tokens {args.tokens}: the plan's context is {manifest.options.ctx} tokens; "
             "choose fewer"
         )
-    graph = import_onnx(source)
+    graph = import_onnx(source, context=manifest.options.ctx)
     if graph.info.vocab_size != manifest.model.vocab_size:
         raise ModelError(
             f"{source}: has a vocabulary of {graph.info.vocab_size}, and the plan one of "

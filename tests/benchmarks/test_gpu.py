@@ -160,6 +160,40 @@ def test_everything_on_the_gpu_takes_no_budget(
     assert found["vram"]["budget_bytes"] == 2048 * MIB
 
 
+def test_a_variant_wants_the_plan_of_its_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured_plan(tmp_path, monkeypatch, "tensor")
+    args = gpu._parser().parse_args(["--work", str(tmp_path)])
+    run = gpu.Run(args, gpu.Clock(time.monotonic() + 60, time.monotonic() + 60), {})
+    asked = []
+
+    def atsc(run: gpu.Run, *arguments: object) -> Any:
+        asked.append(arguments)
+        return {"rows": [{"test": "tg128", "avg_ts": 12.5}]}
+
+    monkeypatch.setattr(gpu.Run, "atsc", atsc)
+    assert gpu._variant(run, "m", "tensor", "synchronous")["tok_s"] == {"tg128": 12.5}
+    assert asked[0][-2:] == ("--rounds", "synchronous")
+    with pytest.raises(gpu.StepError, match="run step m/layer first"):
+        gpu._variant(run, "m", "layer", "synchronous")
+
+
+def test_a_series_splits_events_over_slices() -> None:
+    def event(kind: str, begin: float, length: float, **more: Any) -> Record:
+        return {"cat": kind, "ts": begin, "dur": length, "args": more}
+
+    events = [
+        event("device", 110, 60),
+        event("device wait", 120, 10),
+        event("copy", 150, 100, bytes=5000),  # half of it after the round
+        event("cpu", 100, 100),
+    ]
+    found = gpu.series_of(event("round", 100, 100), events, 4)
+    assert found["gpu_busy"] == pytest.approx([10 / 25, 20 / 25, 20 / 25, 0])
+    assert found["h2d_bytes_per_s"] == pytest.approx([0, 0, 50e6, 50e6])
+
+
 def test_peak_vram_of_a_process() -> None:
     class Nvml:
         used = 1000

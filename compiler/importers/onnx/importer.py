@@ -17,12 +17,15 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from atsc.compiler.errors import ModelError
 from atsc.compiler.importers.onnx import (
     attention_rules,
+    branch_rules,
     matrix_rules,
     norm_rules,
     pointwise_rules,
+    quantized_rules,
     shape_rules,
 )
 from atsc.compiler.importers.onnx.canonical.canonicalize import canonicalize
+from atsc.compiler.importers.onnx.dynamic_quantization import rewrite_dynamic_quantization
 from atsc.compiler.importers.onnx.lowering import Lowering, Rule, lower_node, refuse_node
 from atsc.compiler.importers.onnx.model_file import is_readable, open_model, read_json
 from atsc.compiler.importers.onnx.operands import INTEGERS, Constant, Ints, Rows, Symbol, Unknown
@@ -33,9 +36,11 @@ _RULES: Mapping[tuple[str, str], Rule] = {
     (rule.domain, rule.op_type): rule
     for module in (
         attention_rules,
+        branch_rules,
         matrix_rules,
         norm_rules,
         pointwise_rules,
+        quantized_rules,
         shape_rules,
     )
     for rule in module.RULES
@@ -53,20 +58,26 @@ _MAX_INTS = 64
 """Integer constants up to this size are followed as sizes and indices."""
 
 
-def import_onnx(path: Path, *, accuracy_level: int | None = None) -> Graph:
+def import_onnx(
+    path: Path, *, accuracy_level: int | None = None, context: int | None = None
+) -> Graph:
     """Read a decoder-only model from an .onnx file or a model folder; weights stay on disk.
 
     Args:
         path: the file, or a folder whose genai_config.json names it.
         accuracy_level: overrides the attribute of every MatMulNBits.
+        context: tokens that a sequence may have; None: as many as the tables for short ones cover,
+            where a model has one set of tables for short sequences and one for long ones.
 
     Raises:
         ModelError: the model is damaged, or holds something that is not supported; all such nodes
             are named in one message.
     """
     file = open_model(path)
-    lowering = Lowering(file, accuracy_level)
+    lowering = Lowering(file, accuracy_level, context)
+    lowering.lower_body = lambda body: _lower_body(lowering, body, {})
     graph = file.model.graph
+    rewrite_dynamic_quantization(graph)
     refused = canonicalize(graph, _input_kinds(lowering, graph), _context_length(lowering))
     try:
         graph.sort()
@@ -74,9 +85,17 @@ def import_onnx(path: Path, *, accuracy_level: int | None = None) -> Graph:
         raise ModelError(f"{file.path}: its nodes cannot be put in order ({error})") from error
     RemoveUnusedNodesPass()(file.model)
     _bind_inputs(lowering, graph)
+    _lower_body(lowering, graph, refused)
+    lowering.raise_problems()
+    return _finish(lowering, graph)
+
+
+def _lower_body(lowering: Lowering, graph: onnx_ir.Graph, refused: Mapping[str, str]) -> None:
+    """Lower the constants and nodes of the model, or of the branch that stands for an If."""
+    path = lowering.file.path
     for initializer in graph.initializers.values():
         if initializer.const_value is None:
-            raise ModelError(f"{file.path}: initializer {initializer.name} has no data")
+            raise ModelError(f"{path}: initializer {initializer.name} has no data")
         _bind_tensor(lowering, initializer.name or "", initializer.const_value)
     for node in graph:
         if node.op_type == "Constant" and not node.domain:
@@ -85,8 +104,6 @@ def import_onnx(path: Path, *, accuracy_level: int | None = None) -> Graph:
             refuse_node(lowering, node, refused[node.name or ""])
         else:
             lower_node(lowering, node, _RULES.get((node.domain, node.op_type)))
-    lowering.raise_problems()
-    return _finish(lowering, graph)
 
 
 def _input_kinds(lowering: Lowering, graph: onnx_ir.Graph) -> dict[str, str]:
@@ -207,7 +224,7 @@ def _model_info(lowering: Lowering, vocab_size: int) -> ModelInfo:
     """What the configuration files beside the model say, with what the graph says as fallback."""
     file, config = lowering.file, _configuration(lowering)
     folder, length = file.path.parent, _context_length(lowering)
-    lengths = [*([length] if length else []), *lowering.rope_rows]
+    lengths = [*([length] if length else []), *lowering.rope_rows, *lowering.length_limits]
     if not lengths:
         raise ModelError(
             f"{file.path}: cannot tell the context length: "

@@ -23,7 +23,8 @@ from atsc.compiler.importers.onnx.operands import (
     Symbol,
     Unknown,
 )
-from atsc.compiler.importers.onnx.weights import as_vector, float_weight
+from atsc.compiler.importers.onnx.quantized import has_blocks, quantized_weight
+from atsc.compiler.importers.onnx.weights import LastRead, as_vector, float_weight
 from atsc.compiler.ir import AttrValue, Node, Weight
 
 
@@ -117,7 +118,9 @@ class OnnxNode:
 class Lowering:
     """Canonical nodes, weights and operands so far; the rules write to it."""
 
-    def __init__(self, file: ModelFile, accuracy_level: int | None) -> None:
+    def __init__(
+        self, file: ModelFile, accuracy_level: int | None, context: int | None = None
+    ) -> None:
         self.file = file
         self.accuracy_level = accuracy_level
         self.nodes: list[Node] = []
@@ -126,6 +129,12 @@ class Lowering:
         self.num_attentions = 0
         self.rope_rows: list[int] = []
         """Positions that each table of angles covers."""
+        self.context = context
+        self.length_limits: list[int] = []
+        """Tokens up to which the branches that were chosen hold."""
+        self.last_read = LastRead()
+        self.lower_body: Callable[[onnx_ir.Graph], None] | None = None
+        """Lowers a branch in place of its node; the importer sets it."""
         self.selected: set[str] = set()
         """Values of selected rows, [B, W] or [B, 1, W] in ONNX."""
         self._weight_of: dict[tuple[object, ...], str] = {}
@@ -163,13 +172,18 @@ class Lowering:
         """A float matrix as a weight, one for every use of the same view."""
         if len(constant.shape) != 2:
             raise ModelError(f"{constant.root} has shape {list(constant.shape)}, expected a matrix")
-        key = ("float", constant.root, constant.transposed, constant.shape)
+        if constant.quantized is not None and has_blocks(constant):
+            key: tuple[object, ...] = ("quantized", *constant.identity)
+            return self.weight(
+                key, constant.root, lambda name: quantized_weight(name, constant, self.last_read)
+            )
+        key = ("float", *constant.identity, constant.shape)
         return self.weight(key, constant.root, lambda name: float_weight(name, constant))
 
     def vector(self, constant: Constant, width: int | None = None) -> str:
         """A float constant of one row as a weight [width]."""
         flat = as_vector(constant, width)
-        key = ("vector", constant.root, flat.shape)
+        key = ("vector", *constant.identity, flat.shape)
         return self.weight(key, constant.root, lambda name: float_weight(name, flat))
 
     def report(self, node: str, subject: str, reason: str) -> None:

@@ -28,6 +28,8 @@ from atsc.compiler.importers.onnx.weights import (
     float_part,
     nibble_codes,
     unpacked_nibbles,
+    unpacked_pairs,
+    widened_pairs,
 )
 from atsc.compiler.ir import ArraySource, BlockFormat, DType, Weight
 from atsc.compiler.weights import read_f32
@@ -35,7 +37,7 @@ from atsc.compiler.weights import read_f32
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 
 
-def _emit_linear(
+def emit_linear(
     lowering: Lowering,
     node: OnnxNode,
     x: Rows,
@@ -43,6 +45,11 @@ def _emit_linear(
     bias: Constant | None,
     accuracy_level: int | None = None,
 ) -> None:
+    """A linear layer of a weight that is there, and its bias.
+
+    Raises:
+        ModelError: the widths do not fit.
+    """
     outputs, width = lowering.weights[weight].shape
     if x.width != width:
         raise ModelError(f"{weight} has {width} inputs, the activations have {x.width}")
@@ -58,13 +65,21 @@ def _matmul(lowering: Lowering, node: OnnxNode) -> None:
         weight = reshape(weight, weight.shape[1:])
     if len(weight.shape) != 2:
         raise ModelError(f"{weight.root} has shape {list(weight.shape)}, expected a matrix")
-    _emit_linear(lowering, node, x, lowering.matrix(transpose(weight)), None)
+    matrix = transpose(weight)
+    emit_linear(lowering, node, x, lowering.matrix(matrix), None, _level(lowering, matrix))
 
 
 def _gemm(lowering: Lowering, node: OnnxNode) -> None:
     x, weight, bias = node.rows(0), node.constant(1), node.optional_constant(2)
     weight = weight if node.attrs["transB"] else transpose(weight)
-    _emit_linear(lowering, node, x, lowering.matrix(weight), bias)
+    emit_linear(lowering, node, x, lowering.matrix(weight), bias, _level(lowering, weight))
+
+
+def _level(lowering: Lowering, weight: Constant) -> int | None:
+    """DequantizeLinear says nothing of how its readers calculate, so they do it in floats unless
+    our caller wants something else.
+    """
+    return None if weight.quantized is None else lowering.accuracy_level
 
 
 def _zero_points(
@@ -76,6 +91,8 @@ def _zero_points(
     if constant.is_float:
         return float_part(constant, shape)
     rows, blocks = shape
+    if bits == 2:
+        return unpacked_pairs(byte_codes(constant, (rows, -(-blocks // 4))), shape)
     packed = (rows, (blocks + 1) // 2)
     if bits == 8 or (constant.shape == shape and shape != packed):
         return byte_codes(constant, shape)
@@ -89,18 +106,24 @@ def _uint8_weight(
     block_size: int,
     parts: tuple[Constant, Constant, Constant | None],
 ) -> str:
-    """The weight of uint8 codes, scales and zero points, one for all nodes that read them."""
+    """The weight of uint8 codes, scales and zero points, one for all nodes that read them.
+
+    Codes of 2 bits are stored in 4, as kernels read them.
+    """
     codes, scales, points = parts
     rows, width = shape
     blocks = -(-width // block_size)
 
     def make(name: str) -> Weight:
+        stored = byte_codes(codes, (rows, blocks, block_size * bits // 8))
+        if bits == 2:
+            stored = widened_pairs(stored, 0 if points else 6, lowering.last_read)
         return block_weight(
             name,
             shape,
-            bits,
+            max(bits, 4),
             block_size,
-            byte_codes(codes, (rows, blocks, block_size * bits // 8)),
+            stored,
             float_part(scales, (rows, blocks)),
             _zero_points(points, bits, (rows, blocks)),
         )
@@ -119,7 +142,7 @@ def _matmul_nbits(lowering: Lowering, node: OnnxNode) -> None:
     if lowering.accuracy_level is not None:
         level = lowering.accuracy_level
     weight = _uint8_weight(lowering, shape, node.attrs["bits"], node.attrs["block_size"], parts)
-    _emit_linear(lowering, node, node.rows(0), weight, node.optional_constant(5), level)
+    emit_linear(lowering, node, node.rows(0), weight, node.optional_constant(5), level)
 
 
 def _token_ids(node: OnnxNode, index: int) -> str:
@@ -267,7 +290,7 @@ RULES = (
         {
             "K": Attr(required=True),
             "N": Attr(required=True),
-            "bits": Attr(4, (4, 8)),
+            "bits": Attr(4, (2, 4, 8)),
             "block_size": Attr(None, BLOCK_SIZES, required=True),
             "accuracy_level": _ACCURACY,
             "weight_prepacked": Attr(0, (0,)),

@@ -7,6 +7,7 @@ affine expressions, so that what a node computes from the attention mask is prov
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 import onnx_ir
 from numpy.typing import NDArray
 
+from atsc.compiler.errors import ModelError
 from atsc.compiler.ir import ArraySource
 
 
@@ -44,11 +46,50 @@ class Constant:
     elements: onnx_ir.DataType
     source: ArraySource
     transposed: bool = False
+    quantized: Quantized | None = None
+    """What DequantizeLinear makes these floats from; `source` computes them where it must."""
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """Equal for views of the same elements in the same order."""
+        return (self.root, self.transposed, None if self.quantized is None else self.quantized.key)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
 
     @property
     def is_float(self) -> bool:
         """Whether the elements are fp32, fp16 or bf16."""
         return self.elements in FLOATS
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """The operands of a DequantizeLinear of a constant: `(codes - zero_points) * scales`."""
+
+    codes: Constant
+    scales: Constant
+    zero_points: Constant | None
+    axis: int
+    """What `scales` runs along where it is a vector, or in blocks where there are some."""
+    block_size: int
+    """0: one scale for each index of `axis`, or one for all."""
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for the same floats."""
+        points = None if self.zero_points is None else self.zero_points.root
+        return (self.codes.identity, self.scales.root, points, self.axis, self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class LengthTest:
+    """A condition: whether the sequence, past included, is longer than `limit` tokens."""
+
+    limit: int
+    negated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +176,20 @@ class Ints:
         return flat == [value]
 
 
-Operand = Rows | Constant | Symbol | BlockOffsets | Unknown | Ints
+Operand = Rows | Constant | Symbol | BlockOffsets | Unknown | Ints | LengthTest
 FLOATS = (onnx_ir.DataType.FLOAT, onnx_ir.DataType.FLOAT16, onnx_ir.DataType.BFLOAT16)
+NIBBLES = (onnx_ir.DataType.INT4, onnx_ir.DataType.UINT4)
 INTEGERS = (onnx_ir.DataType.INT64, onnx_ir.DataType.INT32)
 
 
 def transpose(constant: Constant) -> Constant:
-    """A matrix the other way round, as a view."""
+    """A matrix the other way round, as a view.
+
+    Raises:
+        ModelError: its elements are 4-bit integers, packed in the order of the other way.
+    """
+    if constant.elements in NIBBLES:
+        raise ModelError(f"{constant.root} is a transposed matrix of {constant.elements.name}")
     source = constant.source
     shape = constant.shape[::-1]
     return Constant(
@@ -150,13 +198,14 @@ def transpose(constant: Constant) -> Constant:
         constant.elements,
         _view(source, shape, lambda array: array.T),
         not constant.transposed,
+        constant.quantized,
     )
 
 
 def reshape(constant: Constant, shape: tuple[int, ...]) -> Constant:
     """Contiguous bytes with another shape, as a view."""
     source = constant.source
-    if constant.elements in (onnx_ir.DataType.INT4, onnx_ir.DataType.UINT4):
+    if constant.elements in NIBBLES:
         return Constant(constant.root, shape, constant.elements, source)
     return Constant(
         constant.root,

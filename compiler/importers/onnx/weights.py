@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import onnx_ir
 from numpy.typing import NDArray
@@ -10,6 +13,33 @@ from atsc.compiler.errors import ModelError
 from atsc.compiler.importers.onnx.operands import Constant, reshape
 from atsc.compiler.ir import ArraySource, BlockFormat, DType, FloatFormat, Weight
 from atsc.compiler.weights import to_f32
+
+
+class LastRead:
+    """Keeps the one array that was converted last.
+
+    Weights are written in chunks of rows, each of which reads its source anew; what is converted
+    rather than mapped would be converted once a chunk.
+    """
+
+    def __init__(self) -> None:
+        self._owner: object = None
+        self._array: NDArray[Any] = np.empty(0)
+
+    def source(
+        self, dtype: DType, shape: tuple[int, ...], make: Callable[[], NDArray[Any]]
+    ) -> ArraySource:
+        """A source whose array is made when it is read, unless it was the last one."""
+        owner = object()
+
+        def read() -> NDArray[Any]:
+            if self._owner is not owner:
+                self._owner, self._array = None, np.empty(0)
+                self._array = make()
+                self._owner = owner
+            return self._array
+
+        return ArraySource(dtype, shape, read)
 
 
 def float_weight(name: str, constant: Constant) -> Weight:
@@ -53,6 +83,33 @@ def unpacked_nibbles(source: ArraySource, shape: tuple[int, int], flip: int = 0)
         return pairs.reshape(rows, -1)[:, :columns]
 
     return ArraySource(DType.U8, shape, read)
+
+
+def unpacked_pairs(source: ArraySource, shape: tuple[int, int]) -> ArraySource:
+    """2-bit integers [N, ceil(columns / 4)] packed low bits first, as uint8 [N, columns]."""
+    rows, columns = shape
+
+    def read() -> NDArray[np.generic]:
+        packed = np.asarray(source.read(), np.uint8)
+        quarters = packed[..., None] >> np.arange(0, 8, 2, dtype=np.uint8) & 3
+        return quarters.reshape(rows, -1)[:, :columns]
+
+    return ArraySource(DType.U8, shape, read)
+
+
+def widened_pairs(source: ArraySource, add: int, last_read: LastRead) -> ArraySource:
+    """2-bit codes [N, blocks, bytes] as 4-bit codes [N, blocks, 2 * bytes], each plus `add`."""
+    shape = (*source.shape[:-1], 2 * source.shape[-1])
+
+    def make() -> NDArray[np.generic]:
+        packed = np.asarray(source.read(), np.uint8)
+        wide = np.empty((*packed.shape, 2), np.uint8)
+        wide[..., 0] = (packed & 3) | (packed & 12) << 2
+        wide[..., 1] = (packed >> 4 & 3) | (packed >> 2 & 48)
+        wide += np.uint8(add * 17)
+        return wide.reshape(shape)
+
+    return last_read.source(DType.U8, shape, make)
 
 
 def all_equal(value: int, shape: tuple[int, ...]) -> ArraySource:

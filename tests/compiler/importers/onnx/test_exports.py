@@ -19,7 +19,7 @@ from atsc.compiler.text import print_graph
 from atsc.passes.optimise import optimise
 
 Export = Callable[[str], Path]
-INT4 = ("llama3-int4-cpu", "qwen3-int4gather-cpu", "qwen3-int4-cpu")
+INT4 = ("llama3-int4-cpu", "qwen3-int4gather-cpu", "qwen3-int4-cpu", "phi3long-int4-cpu")
 DECOMPOSED = (
     "optimum-tiny-qwen2",
     "optimum-tiny-opt",
@@ -109,11 +109,6 @@ REFUSED = {
     "gptoss-nowin-int4-cpu": [
         "(2):\n  QMoE (com.microsoft): operator QMoE is not supported: "
         "/model/layers.0/moe/QMoE, /model/layers.1/moe/QMoE"
-    ],
-    "phi3long-int4-cpu": ["operator If is not supported: /model/rope_caches_subgraph/If"],
-    "qwen3-int4qdq-cpu": [
-        "(11):\n  DequantizeLinear (ai.onnx): operator DequantizeLinear is not supported: "
-        "/model/layers.0/attn/qkv_proj/MatMul_DQ_Q4, "
     ],
 }
 

@@ -55,7 +55,7 @@ def block_constants(
 
 @FEW
 @given(
-    bits=st.sampled_from([4, 8]),
+    bits=st.sampled_from([2, 4, 8]),
     block_size=st.sampled_from(BLOCK_SIZES),
     width=st.integers(1, 300),
     outputs=st.integers(1, 9),

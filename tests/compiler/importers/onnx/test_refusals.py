@@ -36,7 +36,9 @@ CASES: dict[str, tuple[str, list[str], dict[str, object], str]] = {
         "MatMulNBits", WEIGHT, BITS | {"block_size": 512},
         "attribute block_size is 512, supported: 16 or 32 or 64 or 128 or 256",
     ),
-    "2 bits": ("MatMulNBits", WEIGHT, BITS | {"bits": 2}, "attribute bits is 2, supported: 4 or 8"),
+    "3 bits": (
+        "MatMulNBits", WEIGHT, BITS | {"bits": 3}, "attribute bits is 3, supported: 2 or 4 or 8"
+    ),
     "permuted bytes": (
         "MatMulNBits", WEIGHT, BITS | {"weight_prepacked": 1},
         "attribute weight_prepacked is 1, supported: 0",

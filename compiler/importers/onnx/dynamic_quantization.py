@@ -1,0 +1,90 @@
+"""What onnxruntime's quantize_dynamic writes, brought to forms that the rules take.
+
+    DynamicQuantizeLinear -> MatMulInteger -> Cast -> Mul by both scales   -> DynamicMatMul
+    Gather of a quantised table -> DequantizeLinear                        -> the other order
+
+What differs from these forms stays as it is, and is refused by name if no rule takes it.
+"""
+
+from __future__ import annotations
+
+import onnx_ir
+
+from atsc.compiler.importers.onnx.canonical.editor import OWN_DOMAIN
+
+DYNAMIC_MATMUL = "DynamicMatMul"
+"""Inputs x, codes [K, N], scales, zero_points?: x is quantised while the layer runs."""
+
+
+def rewrite_dynamic_quantization(graph: onnx_ir.Graph) -> None:
+    """Rewrite a graph in place; nodes that nothing reads any more are left to the caller."""
+    for node in list(graph):
+        if node.domain:
+            continue
+        if node.op_type == "MatMulInteger":
+            _rewrite_product(graph, node)
+        elif node.op_type == "DequantizeLinear":
+            _rewrite_gather(graph, node)
+
+
+def _rewrite_product(graph: onnx_ir.Graph, node: onnx_ir.Node) -> None:
+    quantize = node.inputs[0].producer() if node.inputs[0] is not None else None
+    if quantize is None or quantize.op_type != "DynamicQuantizeLinear":
+        return
+    codes, scale, point = quantize.outputs
+    own_point = len(node.inputs) > 2 and node.inputs[2] is point
+    cast = _only_reader(node.outputs[0], "Cast")
+    if node.inputs[0] is not codes or not own_point or cast is None:
+        return
+    to = cast.attributes.get("to")
+    product = _only_reader(cast.outputs[0], "Mul")
+    if to is None or to.value != onnx_ir.DataType.FLOAT or product is None:
+        return
+    scales = _other(product, cast.outputs[0])
+    both = None if scales is None else scales.producer()
+    weight_scale = _other(both, scale) if both is not None and both.op_type == "Mul" else None
+    if weight_scale is None:
+        return
+    inputs = [quantize.inputs[0], node.inputs[1], weight_scale, *node.inputs[3:4]]
+    made = onnx_ir.Node(OWN_DOMAIN, DYNAMIC_MATMUL, inputs, name=node.name)
+    _replace(graph, product, made)
+
+
+def _rewrite_gather(graph: onnx_ir.Graph, node: onnx_ir.Node) -> None:
+    """One scale for all: a row that is gathered first and dequantised then, or the reverse."""
+    gather = node.inputs[0].producer() if node.inputs[0] is not None else None
+    if gather is None or gather.domain or gather.op_type != "Gather":
+        return
+    table, scale = gather.inputs[0], node.inputs[1]
+    if table is None or table.const_value is None or scale is None or scale.const_value is None:
+        return
+    if scale.const_value.size != 1 or "block_size" in node.attributes:
+        return
+    floats = onnx_ir.Node("", "DequantizeLinear", [table, *node.inputs[1:]], name=node.name)
+    inputs = [floats.outputs[0], gather.inputs[1]]
+    made = onnx_ir.Node("", "Gather", inputs, list(gather.attributes.values()), name=gather.name)
+    floats.outputs[0].name = f"{node.outputs[0].name}/table"
+    graph.insert_before(gather, floats)
+    _replace(graph, node, made)
+
+
+def _replace(graph: onnx_ir.Graph, old: onnx_ir.Node, made: onnx_ir.Node) -> None:
+    """Put a node where another stands; its output takes over name and readers."""
+    (before,), (after,) = old.outputs, made.outputs
+    name, before.name = before.name, None
+    after.name, after.type, after.shape = name, before.type, before.shape
+    graph.insert_before(old, made)
+    onnx_ir.convenience.replace_all_uses_with(before, after, replace_graph_outputs=True)
+
+
+def _only_reader(value: onnx_ir.Value, op_type: str) -> onnx_ir.Node | None:
+    users = [usage.node for usage in value.uses()]
+    if len(users) != 1 or value.is_graph_output() or users[0].op_type != op_type:
+        return None
+    return users[0]
+
+
+def _other(node: onnx_ir.Node, value: onnx_ir.Value) -> onnx_ir.Value | None:
+    """The other of two inputs, or None if `value` is none of them."""
+    a, b = node.inputs
+    return b if a is value else a if b is value else None
