@@ -68,6 +68,9 @@ class Setting:
     manifest: Manifest
     machine: str
     costs: PlanCosts
+    """At the depth that is asked for."""
+    typical: PlanCosts
+    """At half the context, which placement is made for whatever is asked."""
     fixed: FixedBytes
     vram_bytes: int
     prompt_tokens: int
@@ -180,6 +183,7 @@ def _setting(args: argparse.Namespace, manifest: Manifest, console: Console) -> 
         manifest,
         machine,
         costs,
+        cost_at(),
         FixedBytes(context_bytes, modules, activations, headroom),
         args.vram or most,
         prompt,
@@ -237,7 +241,7 @@ def _best(setting: Setting, policy: str, scheduler: Scheduler | None) -> tuple[S
     from atsc.passes.rungs import RungRequest, plan_rungs
 
     request = RungRequest(
-        setting.costs,
+        setting.typical,
         policy,
         setting.vram_bytes,
         setting.fixed,
@@ -246,7 +250,8 @@ def _best(setting: Setting, policy: str, scheduler: Scheduler | None) -> tuple[S
         scheduler,
     )
     rung = plan_rungs(request)[-1]
-    return request.scenario(rung), rung.required_bytes if policy != "cpu" else 0
+    scenario = replace(request.scenario(rung), units=setting.costs.units)
+    return scenario, rung.required_bytes if policy != "cpu" else 0
 
 
 def _scheduler(console: Console) -> Scheduler | None:
