@@ -34,6 +34,7 @@ def add(parsers: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace, console: Console) -> int:
     """Do it."""
     from atsc.compiler import plan
+    from atsc.compiler.commands.choices import choices_of
     from atsc.compiler.commands.memory_table import host_regions, vram_regions
 
     manifest = plan.load(existing(args.plan, "plan folder", PlanError))
@@ -42,6 +43,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     document["memory"]["peak_bytes"] = manifest.memory.peak_bytes
     for name, regions in (("vram", vram_regions(manifest)), ("host", host_regions(manifest))):
         document[f"{name}_regions"] = [dataclasses.asdict(region) for region in regions]
+    document["choices"] = [dataclasses.asdict(choice) for choice in choices_of(manifest)]
     text = _text(manifest, args.plan)
     if args.html:
         _write_page(manifest, args.plan, args.html)
@@ -80,7 +82,7 @@ def _text(manifest: Manifest, path: Path) -> str:
         parts += [_memory("VRAM", vram_regions(manifest), device.budget_bytes), _rungs(device)]
     parts.append(_memory("host memory", host_regions(manifest)))
     if device:
-        parts.append(_speed(device, options.chunk))
+        parts += [_choices(manifest), _speed(device, options.chunk)]
     return "\n\n".join(parts)
 
 
@@ -147,6 +149,18 @@ def _rungs(device: Device) -> str:
             ]
         )
     return table(rows, right=range(5))
+
+
+def _choices(manifest: Manifest) -> str:
+    """What each kind of round copies, and its time with and without."""
+    from atsc.compiler.commands.choices import choices_of
+
+    rows = [["copied to slots", "units", "size", "round without", "round with"]]
+    for choice in choices_of(manifest):
+        spans = (f"{ns / 1e6:.2f} ms" for ns in (choice.static_ns, choice.round_ns))
+        size = format_size(choice.copied_bytes)
+        rows.append([choice.round, str(len(choice.units)), size, *spans])
+    return table(rows, right=range(1, 5))
 
 
 def _speed(device: Device, chunk: int) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jinja2
 
+from atsc.compiler.commands.choices import choices_of, planned_scenario
 from atsc.compiler.commands.console import format_size
 from atsc.compiler.commands.drawing import (
     BAR,
@@ -27,7 +28,7 @@ from atsc.compiler.commands.drawing import (
 from atsc.compiler.commands.memory_table import Region, host_regions, total, vram_regions
 from atsc.compiler.commands.timeline import draw_shares, draw_timeline
 from atsc.compiler.plan import Device, Manifest, Unit
-from atsc.passes.retarget import costs_by_work, costs_of, scenario_of_rung
+from atsc.passes.retarget import costs_by_work, costs_of
 from atsc.passes.simulate import Round, Track
 
 TEMPLATE = "inspect.html.j2"
@@ -187,17 +188,22 @@ def _timelines(manifest: Manifest) -> Iterator[Timeline]:
         return
     costs = costs_of(manifest) if manifest.device else costs_by_work(manifest)
     if manifest.device:
-        scenario = scenario_of_rung(manifest, costs)
+        scenario = planned_scenario(manifest, costs)
     else:
         scenario = costs.scenario([False] * len(costs.units), 0, 0, 0)
     names = [manifest.units[index].name for index in costs.indices]
-    for name, found in (
-        ("Decode, one token", scenario.decode()),
-        (f"Prefill, a chunk of {costs.chunk} tokens", scenario.prefill()),
+    without = {choice.round: choice.static_ns for choice in choices_of(manifest)}
+    for name, kind, found in (
+        ("Decode, one token", "decode", scenario.decode()),
+        (f"Prefill, a chunk of {costs.chunk} tokens", "prefill", scenario.prefill()),
     ):
         if manifest.device:
             drawing = draw_timeline(found, names, scenario.on_gpu)
-            yield Timeline(name, tuple(_facts(found)), drawing)
+            facts = [*_facts(found)]
+            if found.copied_bytes:
+                copied = sum(1 for _ in found.on(Track.COPY))
+                facts.append(("units copied", f"{copied}; without, {format_span(without[kind])}"))
+            yield Timeline(name, tuple(facts), drawing)
         else:
             yield Timeline(name, _shares(found), draw_shares(found, names))
 

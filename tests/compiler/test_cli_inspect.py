@@ -82,6 +82,14 @@ def test_text_and_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
         manifest.device.rungs
     )
     document = inspected(capsys, folder)
+    decode, prefill = document["choices"]
+    rung = manifest.device.rungs[-1]
+    assert (decode["round_ns"], decode["static_ns"]) == (rung.decode_ns, rung.static_decode_ns)
+    assert len(decode["units"]) == rung.promoted.count("1")
+    sizes = {unit.name: unit.bytes for unit in manifest.units}
+    assert prefill["copied_bytes"] == sum(sizes[name] for name in prefill["units"]) > 0
+    assert prefill["round_ns"] < prefill["static_ns"]
+    assert re.search(rf"^prefill +{len(prefill['units'])} ", text, re.MULTILINE)
     assert document["device"]["rungs"][-1]["on_device"].count("1") == on_gpu
     sizes = sum(region["predicted_bytes"] for region in document["vram_regions"])
     assert sizes == manifest.device.rungs[-1].required_bytes
