@@ -31,7 +31,7 @@ from atsc.compiler.commands import (
     verify,
 )
 from atsc.compiler.commands.console import Console
-from atsc.compiler.errors import AtscError, UsageError
+from atsc.compiler.errors import AtscError, UnsupportedError, UsageError
 from atsc.compiler.version import atsc_version
 
 COMMANDS = (
@@ -115,6 +115,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         console.clear()
         _explain(error, args.verbose)
+        if console.json and isinstance(error, UnsupportedError):
+            console.result({"ok": False, "error": str(error), "unsupported": error.nodes}, "")
         return USAGE if isinstance(error, UsageError) else FAILED
     finally:
         signal.signal(signal.SIGTERM, previous)

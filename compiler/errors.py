@@ -13,6 +13,15 @@ class ModelError(AtscError):
     """The model file is damaged, or holds something that atsc does not support."""
 
 
+class UnsupportedError(ModelError):
+    """Nodes that are not supported, all of them; the message has a line for each reason."""
+
+    def __init__(self, message: str, nodes: list[dict[str, str | int | None]]) -> None:
+        super().__init__(message)
+        self.nodes = nodes
+        """Each with `node`, `operator` (with its domain), `opset` (None: unknown), `reason`."""
+
+
 class BudgetError(AtscError):
     """The model does not fit the memory that the user allows."""
 

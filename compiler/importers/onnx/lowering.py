@@ -12,7 +12,7 @@ from typing import Any
 
 import onnx_ir
 
-from atsc.compiler.errors import ModelError
+from atsc.compiler.errors import ModelError, UnsupportedError
 from atsc.compiler.importers.onnx.model_file import ModelFile
 from atsc.compiler.importers.onnx.operands import (
     BlockOffsets,
@@ -194,7 +194,7 @@ class Lowering:
         """Raise one error for all problems so far.
 
         Raises:
-            ModelError: there is one.
+            UnsupportedError: there is one.
         """
         if not self._problems:
             return
@@ -202,7 +202,24 @@ class Lowering:
         lines = [f"{self.file.path}: not supported ({count}):"]
         for (subject, reason), names in self._problems.items():
             lines.append(f"  {subject}: {reason}: {', '.join(names)}")
-        raise ModelError("\n".join(lines))
+        raise UnsupportedError("\n".join(lines), self._unsupported())
+
+    def _unsupported(self) -> list[dict[str, str | int | None]]:
+        """Every node that was reported, for programs."""
+        versions = {
+            domain or "ai.onnx": version
+            for domain, version in self.file.model.graph.opset_imports.items()
+        }
+        return [
+            {
+                "node": name,
+                "operator": subject,
+                "opset": versions.get(subject.rpartition(" (")[2].removesuffix(")")),
+                "reason": reason,
+            }
+            for (subject, reason), names in self._problems.items()
+            for name in names
+        ]
 
 
 def lower_node(lowering: Lowering, node: onnx_ir.Node, rule: Rule | None) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 from mini_decoder import MICROSOFT, MiniDecoder
 from onnx import TensorProto, helper
 
+from atsc.compiler.cli import main
 from atsc.compiler.errors import ModelError
 
 
@@ -148,6 +151,33 @@ def test_every_problem_is_named_and_only_once() -> None:
         "  QMoE (com.microsoft): operator QMoE is not supported: moe_0, moe_1",
         "  Gelu (ai.onnx): attribute approximate is cubic, supported: none or tanh: wrong_gelu",
         "  Softmax (ai.onnx): operator Softmax is not supported: softmax",
+    ]
+
+
+def test_programs_read_the_same_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    decoder = MiniDecoder(np.ones((3, 32), np.float32))
+    decoder.lengths()
+    past, present = decoder.cache(0, 2, 6)
+    decoder.node("QMoE", ["x", *past], ["a", *present], MICROSOFT, name="moe_0", k=1)
+    decoder.node("Softmax", ["a"], ["logits"], name="softmax")
+    path = decoder.save(tmp_path)
+    assert main(["compile", str(path), "-o", str(tmp_path / "p.atsplan"), "--json"]) == 1
+    output = capsys.readouterr()
+    assert output.err.count("\n") == 1
+    document = json.loads(output.out)
+    assert document["unsupported"] == [
+        {
+            "node": "moe_0",
+            "operator": "QMoE (com.microsoft)",
+            "opset": 1,
+            "reason": "operator QMoE is not supported",
+        },
+        {
+            "node": "softmax",
+            "operator": "Softmax (ai.onnx)",
+            "opset": 22,
+            "reason": "operator Softmax is not supported",
+        },
     ]
 
 
