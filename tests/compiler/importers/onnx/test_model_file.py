@@ -152,8 +152,8 @@ def test_other_names_of_inputs(tmp_path: Path) -> None:
 
 
 def test_weights_stay_on_disk(tmp_path: Path) -> None:
-    """1 GiB of weights, a hole in the file: import and passes read none of it."""
-    rows, width = 1 << 14, 1 << 14
+    """3 GiB of weights, a hole in the file: import and passes read none of it."""
+    rows, width = 7 << 12, 7 << 12
     made = decoder()
     made.initializers.clear()
     for index, name in enumerate(("table", "w")):
