@@ -43,7 +43,10 @@ def failures_of(name: str, samples: Iterable[Sample], gpu: Gpu, folder: Path) ->
     return failures
 
 
-ROW_WISE = ("rms_norm", "layer_norm", "rope", "div", "gated_activation", "select_rows")
+ROW_WISE = (
+    *("rms_norm", "layer_norm", "rope", "add_positions"),
+    *("div", "gated_activation", "select_rows"),
+)
 
 
 @pytest.mark.parametrize("name", ROW_WISE)

@@ -65,6 +65,7 @@ class Rounds:
         self._depends: dict[Value, str] = {}
         self._values: dict[tuple[Value, Round], Array] = {}
         self._shapes: dict[tuple[Value, Round], tuple[int, ...]] = {}
+        self._attributes: dict[Node, tuple[object, ...]] = {}
         self._operators: dict[tuple[object, ...], ReferenceEvaluator] = {}
 
     def depends(self, value: Value) -> str:
@@ -166,8 +167,7 @@ class Rounds:
 
     def _run(self, node: Node, inputs: list[Array | None]) -> list[Array]:
         names = [f"i{k}" if array is not None else "" for k, array in enumerate(inputs)]
-        attrs = tuple(sorted((a.name, _attr_key(a)) for a in node.attributes.values()))
-        key = (node.domain, node.op_type, tuple(names), len(node.outputs), attrs)
+        key = self._key(node, names)
         try:
             if key not in self._operators:
                 self._operators[key] = ReferenceEvaluator(self._model_of(node, names))
@@ -176,6 +176,13 @@ class Rounds:
                 return [np.asarray(result) for result in self._operators[key].run(None, feeds)]
         except Exception as error:  # the evaluator raises whatever numpy and onnx raise
             raise NotEvaluable(f"{node.name or node.op_type}: {error}") from error
+
+    def _key(self, node: Node, names: list[str]) -> tuple[object, ...]:
+        """What makes two nodes compute the same."""
+        if node not in self._attributes:
+            pairs = ((a.name, _attr_key(a)) for a in node.attributes.values())
+            self._attributes[node] = tuple(sorted(pairs, key=lambda pair: pair[0]))
+        return (node.domain, node.op_type, *names, len(node.outputs), self._attributes[node])
 
     def _model_of(self, node: Node, names: list[str]) -> onnx.ModelProto:
         """The node alone, as a model."""
@@ -294,10 +301,10 @@ def _int(node: Node, name: str, default: int | None) -> int | None:
 
 
 def _attr_key(attr: onnx_ir.Attr) -> str | bytes:
-    value = attr.value
-    if isinstance(value, onnx_ir.TensorProtocol):
-        return bytes(value.tobytes()) + str((value.dtype, value.shape)).encode()
-    return repr(value)
+    if attr.type is onnx_ir.AttributeType.TENSOR:
+        tensor = attr.value
+        return bytes(tensor.tobytes()) + str((tensor.dtype, tensor.shape)).encode()
+    return repr(attr.value)
 
 
 def _reads_shape(node: Node) -> bool:
