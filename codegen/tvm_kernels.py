@@ -8,6 +8,7 @@ or refusal, is cached by its content beside compiled objects.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import hashlib
@@ -127,7 +128,9 @@ def _generator() -> str:
 
 @functools.cache
 def _child() -> _Child:
-    return _Child()
+    child = _Child()
+    atexit.register(child.stop)
+    return child
 
 
 @dataclass(slots=True)
@@ -153,7 +156,7 @@ class _Child:
             line = ""
         if line:
             return Answer.from_text(line)
-        self._stop()
+        self.stop()
         if line is None:
             raise CodegenError(f"TVM took more than {_TIMEOUT_SECONDS:.0f} s")
         return Answer(refusal="TVM crashed")
@@ -173,7 +176,8 @@ class _Child:
         )
         return self.process
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """End it, if it runs."""
         if self.process is not None:
             self.process.kill()
             self.process.communicate()

@@ -37,10 +37,10 @@ class GraphRunner:
         graph = general_of_proto(model, lambda domain, op: (domain, op) in RULES)
         self.program: Program = lower(graph, RULES, generated)
         kernels = {call.kernel.name: call.kernel for call in self.program.calls}
-        self._folder = tempfile.TemporaryDirectory()
-        library = Path(self._folder.name) / "graph.so"
-        link_library(compile_units(_units(list(kernels.values()))), library)
-        self._library = ctypes.CDLL(str(library))
+        with tempfile.TemporaryDirectory() as folder:
+            library = Path(folder) / "graph.so"
+            link_library(compile_units(_units(list(kernels.values()))), library)
+            self._library = ctypes.CDLL(str(library))
         self._constants = {
             buffer: _aligned(np.ascontiguousarray(constant.read()))
             for buffer, constant in self.program.constants.items()

@@ -173,15 +173,17 @@ def _positions(node: OnnxNode, change: _Axis) -> _Floats:
 
 
 def _nearest(mode: str, at_source: _Floats) -> NDArray[np.int64]:
-    rules = {
-        "round_prefer_floor": lambda x: np.ceil(x - 0.5),
-        "round_prefer_ceil": lambda x: np.floor(x + 0.5),
-        "floor": np.floor,
-        "ceil": np.ceil,
-    }
-    if mode not in rules:
+    if mode == "round_prefer_floor":
+        nearest = np.ceil(at_source - 0.5)
+    elif mode == "round_prefer_ceil":
+        nearest = np.floor(at_source + 0.5)
+    elif mode == "floor":
+        nearest = np.floor(at_source)
+    elif mode == "ceil":
+        nearest = np.ceil(at_source)
+    else:
         raise UnsupportedError(f"nearest_mode {mode}")
-    return rules[mode](at_source).astype(np.int64)
+    return nearest.astype(np.int64)
 
 
 def _taps(

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from atsc.codegen.graph import elementwise, linear, moves, reduce, resize
+from atsc.codegen.graph import (
+    along,
+    elementwise,
+    linear,
+    moves,
+    quantized,
+    recurrent,
+    reduce,
+    resize,
+)
 from atsc.codegen.graph.lower import Rule
 
 RULES: Mapping[tuple[str, str], Rule] = {
@@ -13,5 +22,8 @@ RULES: Mapping[tuple[str, str], Rule] = {
     **reduce.RULES,
     **linear.RULES,
     **resize.RULES,
+    **along.RULES,
+    **quantized.RULES,
+    **recurrent.RULES,
 }
 """(domain, operator) -> rule."""

@@ -123,7 +123,7 @@ def test_a_dead_child_is_a_refusal_and_the_next_one_works() -> None:
     os.kill(process.pid, signal.SIGKILL)
     assert child.ask(request).refusal == "TVM crashed" or child.process is not process
     assert child.ask(request).refusal == ""
-    child._stop()
+    child.stop()
 
 
 def test_a_missing_or_other_tvm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

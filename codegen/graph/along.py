@@ -1,0 +1,177 @@
+"""Operators along one axis that are no reductions: top k, products, reversed sequences, hardmax."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from atsc.codegen.graph.elementwise import FLOATS
+from atsc.codegen.graph.kernels import raw_call
+from atsc.codegen.graph.lower import Lowering, Rule, UnsupportedError
+from atsc.codegen.graph.moves import axis_of, reshaped
+from atsc.codegen.graph.reduce import binary, largest_of, total_of, unary
+from atsc.codegen.graph.tensor import DEAR, Code, Index, Tensor, c_index, c_type, linear, stored
+from atsc.compiler.dims import Dim, product
+from atsc.compiler.tensor_graph import OnnxNode
+
+
+def _top_k(g: Lowering, node: OnnxNode, x: list[Any]) -> tuple[Tensor, Tensor]:
+    """Values and indices of the k largest (or smallest), in order; the lower index first of equals.
+
+    The place of each element is the number of those before it, which is quadratic in the axis and
+    needs no memory. NaN counts as the largest.
+    """
+    data = g.store(x[0])
+    axis = axis_of(node.attrs.get("axis", -1), data.rank)
+    k = Dim.of(node.attrs["k"]) if "k" in node.attrs else g.dims(x[1], "k")[0]
+    size, sign = data.shape[axis], ">" if node.attrs.get("largest", 1) else "<"
+    shape = tuple(k if a == axis else s for a, s in enumerate(data.shape))
+    lines = [s for a, s in enumerate(data.shape) if a != axis]
+    target = g.buffer("int64", shape)
+    code = Code()
+    code.line(f"if ({code.dim(size)} < {code.dim(k)}) return 1;")
+    with code.block("for (int64_t item = lo; item < hi; ++item)"):
+        code.line("int64_t rest = item;")
+        code.line(f"const int64_t own = rest % {code.dim(size)};")
+        code.line(f"rest /= {code.dim(size)};")
+        index = [c_index(size, "own") if a == axis else "" for a in range(data.rank)]
+        for a in reversed([a for a in range(data.rank) if a != axis]):
+            index[a] = c_index(data.shape[a], f"x{a}")
+            code.line(f"[[maybe_unused]] const int64_t x{a} = rest % {code.dim(data.shape[a])};")
+            code.line(f"rest /= {code.dim(data.shape[a])};")
+        value = data.at(code, index)
+        code.line("int64_t place = 0;")
+        with code.block(f"for (int64_t r = 0; r < {code.dim(size)}; ++r)"):
+            index[axis] = c_index(size, "r")
+            other = data.at(code, index)
+            before = f"{other} {sign} {value}"
+            if data.dtype in FLOATS:
+                nan_first = f"({other} != {other} && {value} == {value})"
+                nan_last = f"({value} != {value} && {other} == {other})"
+                before = f"({before} || {nan_first if sign == '>' else nan_last})"
+                same = f"({other} == {value} || ({other} != {other} && {value} != {value}))"
+            else:
+                same = f"{other} == {value}"
+            code.line(f"place += {before} || ({same} && r < own);")
+        index[axis] = c_index(k, "place")
+        code.line(f"if (place < {code.dim(k)}) out[{linear(code, shape, index)}] = own;")
+    grid = product(lines) * size
+    g.calls.append(raw_call(g.node, code, target, grid, size))
+    indices = stored(target)
+
+    def at(code: Code, index: Index) -> str:
+        own = list(index)
+        own[axis] = c_index(size, code.let("int64_t", indices.at(code, index), "i"))
+        return data.at(code, own)
+
+    return Tensor(data.dtype, shape, at, cost=1), indices
+
+
+def _cumulative_product(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
+    """Each element multiplies what is before it, as CumSum sums."""
+    data, kind = g.cheap(x[0]), c_type(x[0].dtype)
+    axis = axis_of(g.ints(x[1], "axis")[0], data.rank)
+    reverse, exclusive = node.attrs.get("reverse", 0), node.attrs.get("exclusive", 0)
+
+    def at(code: Code, index: Index) -> str:
+        own, total, name = list(index), code.fresh("product"), code.fresh("r")
+        own[axis] = c_index(data.shape[axis], name)
+        begin, end = "0", f"{index[axis]}{'' if exclusive else ' + 1'}"
+        if reverse:
+            begin, end = f"{index[axis]}{' + 1' if exclusive else ''}", code.dim(data.shape[axis])
+        code.line(f"{kind} {total} = 1;")
+        with code.block(f"for (int64_t {name} = {begin}; {name} < {end}; ++{name})"):
+            code.line(f"{total} = ({kind})({total} * {data.at(code, own)});")
+        return total
+
+    return Tensor(data.dtype, data.shape, at, cost=DEAR)
+
+
+def _reverse_sequence(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
+    data, lengths = g.cheap(x[0]), g.cheap(x[1])
+    time = axis_of(node.attrs.get("time_axis", 0), data.rank)
+    batch = axis_of(node.attrs.get("batch_axis", 1), data.rank)
+
+    def at(code: Code, index: Index) -> str:
+        own = list(index)
+        # A length beyond the axis would read outside of it.
+        given = code.let("int64_t", lengths.at(code, [index[batch]]), "i")
+        length = code.let("int64_t", f"least({given}, {code.dim(data.shape[time])})", "i")
+        place = f"{index[time]} < {length} ? {length} - 1 - {index[time]} : {index[time]}"
+        own[time] = c_index(data.shape[time], code.let("int64_t", place, "i"))
+        return data.at(code, own)
+
+    return Tensor(data.dtype, data.shape, at, cost=data.cost + 2)
+
+
+def _hardmax(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
+    """1 at the first of the largest, else 0. Before version 13 the axis begins a flattened rest."""
+    data, kind = g.cheap(x[0]), c_type(x[0].dtype)
+    whole = data.shape
+    axis = axis_of(node.attrs.get("axis", -1 if node.opset >= 13 else 1), data.rank)
+    if node.opset < 13:
+        data = reshaped(g, data, (product(whole[:axis]), product(whole[axis:])))
+        axis = 1
+    top = g.store(largest_of(g, data, [axis]))
+
+    def at(code: Code, index: Index) -> str:
+        own, first, name = list(index), code.fresh("i"), code.fresh("r")
+        line = ["0" if a == axis else at for a, at in enumerate(index)]
+        most = top.at(code, line)
+        code.line(f"int64_t {first} = -1;")
+        limit = f"{name} < {code.dim(data.shape[axis])} && {first} < 0"
+        with code.block(f"for (int64_t {name} = 0; {limit}; ++{name})"):
+            own[axis] = c_index(data.shape[axis], name)
+            code.line(f"if ({data.at(code, own)} == {most}) {first} = {name};")
+        return code.let(kind, f"({kind})({index[axis]} == {first})")
+
+    return reshaped(g, Tensor(data.dtype, data.shape, at, cost=DEAR), whole)
+
+
+def _lp_normalization(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
+    """x / |x|_p along an axis; 0 where the norm is."""
+    data = g.cheap(x[0])
+    axis, power = axis_of(node.attrs.get("axis", -1), data.rank), node.attrs.get("p", 2)
+    if power not in (1, 2) or data.dtype not in ("float32", "float64"):
+        raise UnsupportedError(f"norm {power} of {data.dtype}")
+    terms = unary(g, data, "__builtin_fabs{f}({0})" if power == 1 else "{0} * {0}")
+    norm = total_of(g, terms, [axis])
+    norm = g.store(norm if power == 1 else unary(g, norm, "__builtin_sqrt{f}({0})"))
+    return binary(g, data, norm, "{1} == 0 ? 0 : {0} / {1}")
+
+
+def _lrn(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
+    """x / (bias + alpha / size * sum of squares of neighbouring channels) ^ beta."""
+    data = g.cheap(x[0])
+    if data.dtype not in ("float32", "float64"):
+        raise UnsupportedError(f"elements of type {data.dtype}")
+    kind, channels, size = c_type(data.dtype), data.shape[1], int(node.attrs["size"])
+    alpha, beta, bias = (
+        f"({kind}){float(node.attrs.get(name, default)).hex()}"
+        for name, default in (("alpha", 1e-4), ("beta", 0.75), ("bias", 1.0))
+    )
+
+    def at(code: Code, index: Index) -> str:
+        own, total, name = list(index), code.fresh("sum"), code.fresh("r")
+        begin = code.let("int64_t", f"{index[1]} - {(size - 1) // 2}", "i")
+        end = code.let("int64_t", f"{index[1]} + {size // 2 + 1}", "i")
+        own[1] = c_index(channels, name)
+        code.line(f"{kind} {total} = 0;")
+        limit = f"{name} < least({end}, {code.dim(channels)})"
+        with code.block(f"for (int64_t {name} = {begin} < 0 ? 0 : {begin}; {limit}; ++{name})"):
+            value = data.at(code, own)
+            code.line(f"{total} += {value} * {value};")
+        function = "__builtin_powf" if kind == "float" else "__builtin_pow"
+        divisor = f"{function}({bias} + {alpha} / {size} * {total}, {beta})"
+        return code.let(kind, f"{data.at(code, list(index))} / {divisor}")
+
+    return Tensor(data.dtype, data.shape, at, cost=DEAR)
+
+
+RULES: dict[tuple[str, str], Rule] = {
+    ("", "TopK"): _top_k,
+    ("", "CumProd"): _cumulative_product,
+    ("", "ReverseSequence"): _reverse_sequence,
+    ("", "Hardmax"): _hardmax,
+    ("", "LpNormalization"): _lp_normalization,
+    ("", "LRN"): _lrn,
+}

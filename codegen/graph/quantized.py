@@ -1,0 +1,142 @@
+"""Quantised tensors: QuantizeLinear, DequantizeLinear and QLinearMatMul.
+
+A scale is of the whole tensor, of each element of an axis, or of blocks along that axis (ONNX
+QuantizeLinear 21). Rounding is to even, then the zero point is added, then the result saturates.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from atsc.codegen.graph.elementwise import FLOATS, cast, elementwise, onnx_type
+from atsc.codegen.graph.linear import matrix_product
+from atsc.codegen.graph.lower import Lowering, Rule, UnsupportedError
+from atsc.codegen.graph.moves import axis_of, unsqueezed
+from atsc.codegen.graph.reduce import binary
+from atsc.codegen.graph.tensor import Code, Index, Tensor, c_type
+from atsc.codegen.tail import ElementType
+from atsc.compiler.dims import Dim
+from atsc.compiler.tensor_graph import OnnxNode
+
+_QUANTISED = ("int8", "uint8", "int16", "uint16")
+
+
+def _along(g: Lowering, node: OnnxNode, data: Tensor, given: Tensor | None) -> Tensor | None:
+    """A scale or zero point as a tensor of the data's shape."""
+    if given is None:
+        return None
+    given = g.cheap(given)
+    if given.size == Dim.of(1):
+        return Tensor(given.dtype, (), lambda code, index: given.at(code, ["0"] * given.rank))
+    axis = axis_of(node.attrs.get("axis", 1), data.rank)
+    block = int(node.attrs.get("block_size", 0))
+    if given.rank == 1 and not block:
+        g.agree(given.shape[0], data.shape[axis], "scales along the axis")
+    elif given.rank != data.rank or not block:
+        raise UnsupportedError("scales of another rank without a block_size")
+
+    def at(code: Code, index: Index) -> str:
+        if not block:
+            return given.at(code, [index[axis]])
+        own = list(index)
+        if given.shape[axis].constant == 1:
+            own[axis] = "0"
+        else:
+            own[axis] = code.let("int64_t", f"{index[axis]} / {block}", "i")
+        return given.at(code, own)
+
+    return Tensor(given.dtype, data.shape, at, cost=given.cost + 1)
+
+
+def _saturated(dtype: ElementType, value: str) -> str:
+    """A float as the nearest of a small integer type."""
+    limits = np.iinfo(dtype)
+    low, high = f"{limits.min}.0f", f"{limits.max}.0f"
+    return f"({c_type(dtype)})(int32_t)smaller<float>(larger<float>({value}, {low}), {high})"
+
+
+def _quantize(g: Lowering, node: OnnxNode, x: list[Any]) -> Tensor:
+    data: Tensor = x[0]
+    given_zero: Tensor | None = x[2] if len(x) > 2 else None
+    if given_zero is not None:
+        dtype = given_zero.dtype
+    else:
+        number = int(node.attrs.get("output_dtype", 0))
+        dtype = onnx_type(number) if number else "uint8"
+    if dtype not in _QUANTISED or data.dtype not in ("float32", "float16", "bfloat16", "int32"):
+        raise UnsupportedError(f"{data.dtype} to {dtype}")
+    if node.attrs.get("precision", 0) not in (0, 1) and data.dtype != "float32":
+        raise UnsupportedError(f"precision {node.attrs['precision']}")
+    scale, zero = (_along(g, node, data, v) for v in (x[1], given_zero))
+    assert scale is not None
+    real = cast(g, data, "float32") if data.dtype == "int32" else data
+    quotient = elementwise(
+        g, [real, cast(g, scale, real.dtype)], real.dtype, lambda a, b: f"{a} / {b}"
+    )
+    offset = zero if zero is not None else g.array(np.zeros((), np.int32))
+    return elementwise(
+        g,
+        [quotient, cast(g, offset, "int32")],
+        dtype,
+        lambda a, b: _saturated(dtype, f"__builtin_nearbyintf({a}) + {b}"),
+        4,
+    )
+
+
+def _dequantize(g: Lowering, node: OnnxNode, x: list[Any]) -> Tensor:
+    data: Tensor = x[0]
+    scale, zero = (_along(g, node, data, v) for v in (x[1], x[2] if len(x) > 2 else None))
+    assert scale is not None
+    number = int(node.attrs.get("output_dtype", 0))
+    dtype = onnx_type(number) if number else scale.dtype
+    if data.dtype not in (*_QUANTISED, "int32") or scale.dtype not in FLOATS:
+        raise UnsupportedError(f"{data.dtype} by {scale.dtype}")
+    whole = cast(g, data, "int32")
+    if zero is not None:
+        whole = elementwise(g, [whole, cast(g, zero, "int32")], "int32", lambda a, b: f"{a} - {b}")
+    return elementwise(g, [whole, scale], dtype, lambda a, b: f"(float){a} * {b}", 2)
+
+
+def _q_linear_matmul(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
+    """Integer product, then one scale: a_scale * b_scale / y_scale."""
+    a, a_scale, a_zero, b, b_scale, b_zero, y_scale, y_zero = x
+    if y_zero.dtype not in ("int8", "uint8") or min(a.rank, b.rank) < 2:
+        raise UnsupportedError(f"{y_zero.dtype} of operands with {a.rank} and {b.rank} dimensions")
+    left = _centred(g, a, a_zero, -1)
+    right = _centred(g, b, b_zero, -2)
+    total = matrix_product(g, left, right)
+    factor = binary(g, _by(a_scale, g, -1), _by(b_scale, g, -2), "{0} * {1}")
+    factor = binary(g, factor, y_scale, "{0} / {1}")
+    real = cast(g, total, "float32")
+    product = elementwise(
+        g, [real, cast(g, factor, "float32")], "float32", lambda u, v: f"{u} * {v}"
+    )
+    dtype = y_zero.dtype
+    return elementwise(
+        g,
+        [product, cast(g, y_zero, "int32")],
+        dtype,
+        lambda u, v: _saturated(dtype, f"__builtin_nearbyintf({u}) + {v}"),
+        4,
+    )
+
+
+def _by(parameter: Tensor, g: Lowering, summed: int) -> Tensor:
+    """A parameter of rows (the last axis is summed over) or of columns, to broadcast."""
+    if parameter.rank == 1 and parameter.size != Dim.of(1) and summed == -1:
+        return unsqueezed(g, parameter, [1])
+    return parameter
+
+
+def _centred(g: Lowering, x: Tensor, zero: Tensor, summed: int) -> Tensor:
+    wide, offset = cast(g, x, "int32"), cast(g, _by(zero, g, summed), "int32")
+    return elementwise(g, [wide, offset], "int32", lambda u, v: f"{u} - {v}")
+
+
+RULES: dict[tuple[str, str], Rule] = {
+    ("", "QuantizeLinear"): _quantize,
+    ("", "DequantizeLinear"): _dequantize,
+    ("", "QLinearMatMul"): _q_linear_matmul,
+}
