@@ -54,20 +54,6 @@ struct Link {
   }
 };
 
-// What a plan would do to choose a CPU kernel: see Executor::kernel_of.
-const CpuKernel* choose_kernel(const NodeEntry& node, bool few_rows, uint32_t isa_levels) {
-  for (int level = kNumIsaLevels - 1; level >= 0; --level) {
-    if (!(isa_levels >> level & 1)) continue;
-    for (const bool few : {few_rows, !few_rows}) {
-      const CpuKernel* const* kernels = few ? node.few_rows : node.many_rows;
-      if (kernels[level] == nullptr) continue;
-      if (level > 0 && kernels[level] == kernels[level - 1]) break;
-      return kernels[level];
-    }
-  }
-  return nullptr;
-}
-
 bool has_prefix(const char* name, const std::string& prefix) {
   return std::strncmp(name, prefix.c_str(), prefix.size()) == 0;
 }
@@ -439,8 +425,9 @@ void VirtualGpu::fill(DeviceAddress target, uint8_t byte, uint64_t bytes) {
 }
 
 KernelHandle VirtualGpu::kernel_of(const NodeEntry& node, bool few_rows) {
-  const CpuKernel* kernel = choose_kernel(node, few_rows, options_.isa_levels);
-  if (kernel == nullptr) return {};
+  const int level = highest_level(node, few_rows, options_.isa_levels);
+  if (level < 0) return {};
+  const CpuKernel* kernel = (few_rows ? node.few_rows : node.many_rows)[level];
   return {kernel->name, kernel};
 }
 

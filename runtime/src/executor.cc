@@ -43,16 +43,10 @@ Executor::Executor(const Plan& plan, const std::byte* weights, uint32_t isa_leve
 }
 
 const CpuKernel* Executor::kernel_of(const NodeEntry& node, Amount amount) {
-  for (int level = kNumIsaLevels - 1; level >= 0; --level) {
-    if (!(isa_levels_ >> level & 1)) continue;
-    for (const bool few : {amount == Amount::kFew, amount != Amount::kFew}) {
-      const CpuKernel* const* kernels = few ? node.few_rows : node.many_rows;
-      // A level that repeats the one below has no kernel of its own, and this CPU may lack that one.
-      if (kernels[level] == nullptr) continue;
-      if (level > 0 && kernels[level] == kernels[level - 1]) break;
-      if (level > highest_isa_level_) highest_isa_level_ = level;  // by the constructor, for all
-      return kernels[level];
-    }
+  const bool few_rows = amount == Amount::kFew;
+  if (const int level = highest_level(node, few_rows, isa_levels_); level >= 0) {
+    if (level > highest_isa_level_) highest_isa_level_ = level;  // by the constructor, for all
+    return (few_rows ? node.few_rows : node.many_rows)[level];
   }
   fail(ATSC_PLAN_ERROR, "node %s (%s) has no kernel for this CPU: compile the model again",
        node.name, node.op);

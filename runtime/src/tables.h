@@ -71,6 +71,14 @@ struct NodeEntry {
   const DeviceKernel* device_many_rows = nullptr;
 };
 
+// The highest of the CPU's levels with a kernel of its own for so many rows; -1: there is none.
+inline int highest_level(const NodeEntry& node, bool few_rows, uint32_t isa_levels) {
+  const CpuKernel* const* kernels = few_rows ? node.few_rows : node.many_rows;
+  int level = kNumIsaLevels - 1;
+  while (level >= 0 && (!(isa_levels >> level & 1) || kernels[level] == nullptr)) --level;
+  return level;
+}
+
 // What a unit is: passes/partition.py UnitKind.
 enum class UnitKind : uint8_t { kShared, kHost, kKvCache, kWeights };
 
