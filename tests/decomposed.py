@@ -38,6 +38,7 @@ class Spelling:
     guard: bool = False
     bias: bool = False
     wrong_cache: bool = False
+    fused: str = "no"  # Attention of opset 23: heads after a Concat, or rows and caches as inputs
 
 
 class Decoder:
@@ -216,6 +217,8 @@ class Decoder:
             parts = self.op("Split", rows, self.ints(*widths), outputs=3, axis=-1)
         else:
             parts = [self.linear(x, HIDDEN, width) for width in widths]
+        if self.s.fused == "rows":
+            return self.fused_rows(layer, parts, mask, angles)
         normed = self.s.qk_norm != "none"
         q = self.heads(parts[0], HEADS, angles, normed)
         k = self.heads(parts[1], KV_HEADS, angles if self.s.rope != "only_q" else None, normed)
@@ -226,6 +229,9 @@ class Decoder:
         k = self.op("Concat", *order, axis=2, output=present[0])
         v = self.op("Concat", past[1], v, axis=2, output=present[1])
         k, v = self.repeated(k), self.repeated(v)
+        if self.s.fused == "heads":
+            mixed = self.op("Attention", q, k, v, mask, softcap=self.s.softcap)
+            return self.side_by_side(mixed)
         if self.s.repeat == "grouped":
             tokens = self.size_of("input_ids", 1)
             group = HEADS // KV_HEADS
@@ -249,9 +255,39 @@ class Decoder:
         if self.s.repeat == "grouped":
             tokens = self.size_of("input_ids", 1)
             mixed = self.op("Reshape", mixed, self.dims(1, HEADS, tokens, SIZE))
+        return self.side_by_side(mixed)
+
+    def side_by_side(self, mixed: str) -> str:
         mixed = self.op("Transpose", mixed, perm=[0, 2, 1, 3])
         rows = self.dims(self.size_of("input_ids", 0), self.size_of("input_ids", 1), HEADS * SIZE)
         return self.linear(self.op("Reshape", mixed, rows), HEADS * SIZE, HIDDEN)
+
+    def fused_rows(
+        self, layer: int, parts: list[str], mask: str, angles: tuple[str, str] | None
+    ) -> str:
+        if angles:
+            cos, sin = (
+                self.slice(self.op("Squeeze", a, self.ints(1)), 0, SIZE // 2) for a in angles
+            )
+            counts = (HEADS, KV_HEADS)
+            turned = [
+                self.op("RotaryEmbedding", x, cos, sin, num_heads=count)
+                for x, count in zip(parts, counts, strict=False)
+            ]
+            parts = [*turned, parts[2]]
+        names = [f"{{}}.{layer}.{part}" for part in ("key", "value")]
+        outputs = [f"mixed_{layer}", *(name.format("present") for name in names)]
+        inputs = [*parts, mask, *(name.format("past_key_values") for name in names)]
+        node = helper.make_node(
+            "Attention",
+            inputs,
+            outputs,
+            name=f"attention_{layer}",
+            q_num_heads=HEADS,
+            kv_num_heads=KV_HEADS,
+        )
+        self.nodes.append(node)
+        return self.linear(outputs[0], HEADS * SIZE, HIDDEN)
 
     def activation(self, x: str) -> str:
         kind = self.s.activation
@@ -330,8 +366,9 @@ class Decoder:
             inputs.append(info("use_cache_branch", TensorProto.BOOL, [1]))
             nodes = [self._choice(outputs)]
         graph = helper.make_graph(nodes, "decoder", inputs, outputs, weights)
-        opsets = [helper.make_opsetid("", 18)]
-        model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
+        fused = self.s.fused != "no"
+        opsets = [helper.make_opsetid("", 23 if fused else 18)]
+        model = helper.make_model(graph, opset_imports=opsets, ir_version=11 if fused else 8)
         onnx.save(model, folder / "model.onnx")
         config = {"max_position_embeddings": CONTEXT, "eos_token_id": 1}
         (folder / "config.json").write_text(json.dumps(config))

@@ -27,7 +27,7 @@ from atsc.compiler.importers.onnx import (
 from atsc.compiler.importers.onnx.canonical.canonicalize import canonicalize
 from atsc.compiler.importers.onnx.dynamic_quantization import rewrite_dynamic_quantization
 from atsc.compiler.importers.onnx.lowering import Lowering, Rule, lower_node, refuse_node
-from atsc.compiler.importers.onnx.model_file import is_readable, open_model, read_json
+from atsc.compiler.importers.onnx.model_file import ModelFile, is_readable, open_model, read_json
 from atsc.compiler.importers.onnx.operands import INTEGERS, Constant, Ints, Rows, Symbol, Unknown
 from atsc.compiler.invariants import check_graph, infer_values
 from atsc.compiler.ir import TOKENS, DType, Graph, ModelInfo, TensorType, Value
@@ -78,11 +78,9 @@ def import_onnx(
     lowering.lower_body = lambda body: _lower_body(lowering, body, {})
     graph = file.model.graph
     rewrite_dynamic_quantization(graph)
+    _sort(file)
     refused = canonicalize(graph, _input_kinds(lowering, graph), _context_length(lowering))
-    try:
-        graph.sort()
-    except ValueError as error:
-        raise ModelError(f"{file.path}: its nodes cannot be put in order ({error})") from error
+    _sort(file)
     RemoveUnusedNodesPass()(file.model)
     _bind_inputs(lowering, graph)
     _lower_body(lowering, graph, refused)
@@ -104,6 +102,13 @@ def _lower_body(lowering: Lowering, graph: onnx_ir.Graph, refused: Mapping[str, 
             refuse_node(lowering, node, refused[node.name or ""])
         else:
             lower_node(lowering, node, _RULES.get((node.domain, node.op_type)))
+
+
+def _sort(file: ModelFile) -> None:
+    try:
+        file.model.graph.sort()
+    except ValueError as error:
+        raise ModelError(f"{file.path}: its nodes cannot be put in order ({error})") from error
 
 
 def _input_kinds(lowering: Lowering, graph: onnx_ir.Graph) -> dict[str, str]:

@@ -181,6 +181,8 @@ def _cache(editor: Editor, value: Value, anchor: Node, index: int) -> Cache:
     if anchor.op_type == "Attention" and len(anchor.inputs) > 5 and anchor.inputs[4 + index]:
         past = anchor.inputs[4 + index]
         assert past is not None
+        if len(anchor.outputs) < 3:
+            raise Refusal("it has a past and no present")
         return Cache(past, value, anchor.outputs[1 + index])
     reached = value
     for _ in range(16):
@@ -255,7 +257,8 @@ def leaf(rounds: Rounds, value: Value) -> Value:
             continue
         seen.add(current)
         node = current.producer()
-        if is_rows(rounds, current) or is_norm(node):
+        rotated = node is not None and node.op_type == "RotaryEmbedding"
+        if (is_rows(rounds, current) and not rotated) or is_norm(node):
             leaves[current] = None
             continue
         inputs = [] if node is None else data_inputs(rounds, node)

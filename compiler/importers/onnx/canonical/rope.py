@@ -169,7 +169,7 @@ def run_span(editor: Editor, span: Span, at: Round, rows: Array) -> Array:
     result = editor.rounds.region(span.output, at, {span.source: given})
     tokens, heads, size = at.tokens, span.heads, span.size
     shape = (heads, tokens, size) if span.head_major[1] else (tokens, heads, size)
-    if result.size != tokens * heads * size or result.shape[-1] != size:
+    if result.size != tokens * heads * size or result.shape[-1] not in (size, heads * size):
         raise Refusal(
             f"{span.output.name} is {list(result.shape)}, expected {heads} heads of {size}"
         )

@@ -180,8 +180,8 @@ class Rounds:
     def _key(self, node: Node, names: list[str]) -> tuple[object, ...]:
         """What makes two nodes compute the same."""
         if node not in self._attributes:
-            pairs = ((a.name, _attr_key(a)) for a in node.attributes.values())
-            self._attributes[node] = tuple(sorted(pairs, key=lambda pair: pair[0]))
+            attributes = sorted(node.attributes.values(), key=lambda attr: attr.name)
+            self._attributes[node] = tuple((a.name, _attr_key(a)) for a in attributes)
         return (node.domain, node.op_type, *names, len(node.outputs), self._attributes[node])
 
     def _model_of(self, node: Node, names: list[str]) -> onnx.ModelProto:

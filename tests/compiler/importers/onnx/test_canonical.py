@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 from decomposed import KV_HEADS, LAYERS, SIZE, VOCAB, Decoder, Spelling
@@ -80,6 +81,10 @@ RIGHT = {
     "packed": Spelling(packed=True, bias=True),
     "num_logits_to_keep": Spelling(keep_logits=True),
     "merged": Spelling(merged=True),
+    "Attention": Spelling(fused="heads", mask="boolean"),
+    "Attention of added mask": Spelling(fused="heads", window=5, qk_norm="before"),
+    "Attention with its caches": Spelling(fused="rows", mask="boolean"),
+    "Attention without rope": Spelling(fused="rows", rope="none", window=4),
     "half": Spelling(half=True),
     "batch of one": Spelling(batch=1),
 }
@@ -100,6 +105,7 @@ REFUSED = {
     "padding only": (Spelling(mask="padding"), "its mask is not causal"),
     "ALiBi": (Spelling(mask="biased"), "values that are neither 0 nor -infinity"),
     "dynamic": (Spelling(rope="dynamic"), "do not depend on the position alone"),
+    "Attention one ahead": (Spelling(fused="rows", mask="ahead"), "its mask is not causal"),
     "cache in front": (Spelling(wrong_cache=True), "do not come of a Concat with a cache"),
 }
 
@@ -108,11 +114,12 @@ REFUSED = {
 def test_what_is_not_causal_attention_is_refused(name: str, tmp_path: Path) -> None:
     """By the name of its Softmax, and nothing else: not every operator of its mask."""
     spelling, reason = REFUSED[name]
-    with pytest.raises(ModelError, match="Softmax") as error:
+    with pytest.raises(ModelError, match=r"Softmax|Attention") as error:
         imported(spelling, tmp_path)
     lines = str(error.value).splitlines()
     assert lines[0].endswith(f"not supported ({LAYERS}):")
-    assert all("Softmax (ai.onnx)" in line and reason in line for line in lines[1:])
+    operator = "Softmax" if spelling.fused == "no" else "Attention"
+    assert all(f"{operator} (ai.onnx)" in line and reason in line for line in lines[1:])
 
 
 def test_a_window_is_measured(tmp_path: Path) -> None:
@@ -125,3 +132,30 @@ def test_layers_share_tables_of_angles(tmp_path: Path) -> None:
     cos = {node.inputs[3] for node in graph.nodes if node.op == "attention"}
     assert len(cos) == 1
     assert graph.weights[cos.pop()].shape == (64, SIZE // 4)
+
+
+UNKNOWN = ("PagedAttention", "MultiHeadAttention", "CausalConvWithState", "LinearAttention")
+
+
+@pytest.mark.parametrize("operator", UNKNOWN)
+def test_other_attentions_are_refused_by_name(operator: str, tmp_path: Path) -> None:
+    model = onnx.load(Decoder(Spelling()).save(tmp_path))
+    (node,) = (n for n in model.graph.node if n.op_type == "Softmax" and n.name < "n3")
+    node.op_type, node.domain = operator, "com.microsoft"
+    del node.attribute[:]
+    model.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
+    onnx.save(model, tmp_path / "model.onnx")
+    with pytest.raises(ModelError) as error:
+        import_onnx(tmp_path)
+    reason = f"{operator} (com.microsoft): operator {operator} is not supported: {node.name}"
+    assert reason in str(error.value)
+
+
+def test_nodes_in_a_circle_are_refused(tmp_path: Path) -> None:
+    model = onnx.load(Decoder(Spelling()).save(tmp_path))
+    first = next(n for n in model.graph.node if n.op_type == "Softmax")
+    last = next(n for n in model.graph.node if first.output[0] in n.input)
+    first.input[0] = last.output[0]
+    onnx.save(model, tmp_path / "model.onnx")
+    with pytest.raises(ModelError, match="cannot be put in order"):
+        import_onnx(tmp_path)
