@@ -1,7 +1,7 @@
-"""A general graph: ONNX operators in execution order, as an importer hands them to code generation.
+"""A general graph: ONNX operators in execution order, as importers hand them to code generation.
 
-Unlike the decoder's `Graph`, it keeps ONNX's own operators: what they mean is said by their rules in
-codegen/graph. Functions are expanded and constants folded; weights are lazy.
+Unlike the decoder's `Graph`, it keeps ONNX's own operators: what they mean is said by their rules
+in codegen/graph. Functions are expanded and constants folded; weights are lazy.
 """
 
 from __future__ import annotations

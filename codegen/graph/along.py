@@ -1,15 +1,16 @@
-"""Operators along one axis that are no reductions: top k, products, reversed sequences, hardmax."""
+"""Operators that are neither elementwise nor reductions, most of them along one axis."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from atsc.codegen.graph.elementwise import FLOATS
+from atsc.codegen.graph.elementwise import FLOATS, elementwise, onnx_type
 from atsc.codegen.graph.kernels import raw_call
 from atsc.codegen.graph.lower import Lowering, Rule, UnsupportedError
 from atsc.codegen.graph.moves import axis_of, reshaped
 from atsc.codegen.graph.reduce import binary, largest_of, total_of, unary
 from atsc.codegen.graph.tensor import DEAR, Code, Index, Tensor, c_index, c_type, linear, stored
+from atsc.codegen.tail import ELEMENT_BYTES
 from atsc.compiler.dims import Dim, product
 from atsc.compiler.tensor_graph import OnnxNode
 
@@ -167,7 +168,43 @@ def _lrn(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
     return Tensor(data.dtype, data.shape, at, cost=DEAR)
 
 
+def _tensor_scatter(g: Lowering, node: OnnxNode, x: list[Any]) -> Tensor:
+    """A cache with an update written along its sequence axis, at a place of each batch row."""
+    cache, update = g.cheap(x[0]), g.cheap(x[1])
+    starts = g.cheap(x[2]) if len(x) > 2 and x[2] is not None else None
+    axis = axis_of(node.attrs.get("axis", -2), cache.rank)
+    kind, size, length = c_type(cache.dtype), cache.shape[axis], update.shape[axis]
+    circular = node.attrs.get("mode", "linear") == "circular"
+
+    def at(code: Code, index: Index) -> str:
+        start = "0" if starts is None else starts.at(code, [index[0]])
+        place = code.let("int64_t", f"{index[axis]} - {start}", "i")
+        if circular:
+            place = code.let("int64_t", f"floor_mod<int64_t>({place}, {code.dim(size)})", "i")
+        own = list(index)
+        own[axis] = c_index(length, place)
+        return code.choose(
+            kind,
+            f"{place} >= 0 && {place} < {code.dim(length)}",
+            lambda: update.at(code, own),
+            lambda: cache.at(code, index),
+        )
+
+    return Tensor(cache.dtype, cache.shape, at, cost=3)
+
+
+def _bit_cast(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
+    """The same bits as another type of the same width."""
+    data, dtype = x[0], onnx_type(node.attrs["to"])
+    widened = {"float16", "bfloat16", "bool"} & {data.dtype, dtype}
+    if widened or ELEMENT_BYTES[data.dtype] != ELEMENT_BYTES[dtype]:
+        raise UnsupportedError(f"bits of {data.dtype} as {dtype}")
+    return elementwise(g, [data], dtype, lambda v: f"bits<{c_type(dtype)}>({v})")
+
+
 RULES: dict[tuple[str, str], Rule] = {
+    ("", "TensorScatter"): _tensor_scatter,
+    ("", "BitCast"): _bit_cast,
     ("", "TopK"): _top_k,
     ("", "CumProd"): _cumulative_product,
     ("", "ReverseSequence"): _reverse_sequence,

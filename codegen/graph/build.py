@@ -24,7 +24,8 @@ from atsc.codegen.tail import TailKernel
 from atsc.codegen.toolchain import Compiler, Unit, compile_units, find_compiler, link_library
 from atsc.compiler.tensor_graph import TensorGraph
 
-KERNEL_FLAGS = ("-march=x86-64-v3", "-mtune=generic")
+KERNEL_FLAGS = ("-march=x86-64-v3", "-mtune=generic", "-fno-trapping-math")
+"""No kernel looks at the exceptions that traps are about, and choices become vectors without."""
 _KERNELS_OF_UNIT = 6
 _CONSTANT_ALIGNMENT = 64
 

@@ -20,6 +20,7 @@ from atsc.compiler.errors import CodegenError
 from atsc.compiler.tensor_graph import OnnxNode
 
 _MOST_BAKED_ELEMENTS = 64
+_CONTROL_FLOW = ("If", "Loop", "Scan", "SequenceMap")
 
 
 def generated(g: Lowering, node: OnnxNode, inputs: list[Any]) -> tuple[Tensor | None, ...]:
@@ -30,6 +31,8 @@ def generated(g: Lowering, node: OnnxNode, inputs: list[Any]) -> tuple[Tensor | 
     """
     if node.domain:
         raise UnsupportedError("no such operator here")
+    if node.op in _CONTROL_FLOW:
+        raise UnsupportedError("control flow is not compiled; export the model without it")
     constants = {
         place: content for place, x in enumerate(inputs) if (content := _baked(x)) is not None
     }

@@ -11,8 +11,8 @@ from atsc.codegen.render import TEMPLATES
 from atsc.codegen.tail import TailKernel, TensorType
 from atsc.compiler.dims import Dim, product
 
-_GEMM_ROWS, _GEMM_COLUMNS = 48, 64  # kTileRows, kTileColumns of templates/graph/gemm.h
-_GEMM_WORKSPACE_ELEMENTS = 48 * 256 + 256 * 64 + 48 * 64
+_GEMM_ROWS, _GEMM_COLUMNS = 96, 64  # kTileRows, kTileColumns of templates/graph/gemm.h
+_GEMM_WORKSPACE_ELEMENTS = 96 * 256 + 256 * 64 + 96 * 64
 _OWN_FILE = ("#pragma once", '#include "scalar.h"')
 
 
@@ -66,7 +66,7 @@ def product_call(
     batch: Sequence[Dim],
     store: Callable[[Code, Index, str], str] | None = None,
 ) -> Call:
-    """Store left [batch.., M, K] times right [batch.., K, N] as [batch.., M, N] (any shape of those).
+    """Store left [batch.., M, K] times right [batch.., K, N] as [batch.., M, N].
 
     Batches of operands may be 1. An item of the grid is a tile. `store` finishes an element.
     """

@@ -12,7 +12,7 @@ from atsc.codegen.graph.kernels import product_call
 from atsc.codegen.graph.lower import Lowering, Rule, UnsupportedError
 from atsc.codegen.graph.moves import padded, reshaped, transposed, unsqueezed
 from atsc.codegen.graph.reduce import binary, largest_of, mean_of, plus, reduced, total_of, unary
-from atsc.codegen.graph.tensor import Code, Index, Tensor, c_index, c_type, stored
+from atsc.codegen.graph.tensor import Code, Index, Stored, Tensor, c_index, c_type, stored
 from atsc.compiler.dims import Dim, product
 from atsc.compiler.tensor_graph import OnnxNode
 
@@ -22,6 +22,10 @@ def matrix_product(g: Lowering, left: Tensor, right: Tensor) -> Tensor:
 
     fp16 and bf16 operands are multiplied as floats.
     """
+    if right.rank == 2 and left.rank > 2 and isinstance(left, Stored):
+        # One matrix for all batches: their rows are rows of one large operand.
+        rows = stored(left.buffer, (product(left.shape[:-1]), left.shape[-1]))
+        return reshaped(g, matrix_product(g, rows, right), (*left.shape[:-1], right.shape[-1]))
     batch = g.broadcast([left.shape[:-2], right.shape[:-2]])
     left, right = (_batched(g, x, len(batch)) for x in (left, right))
     g.agree(left.shape[-1], right.shape[-2], "the sizes that are summed over")
@@ -255,10 +259,11 @@ def _convolution(
             k_places.append("0" if size == 1 else code.index(f"{rest} % {size}L"))
             rest = rest if size == 1 else code.index(f"{rest} / {size}L")
         channel = rest if group == 1 else code.index(f"{index[1]} * {depth}L + {rest}")
-        pixel, out_places = index[3], []
-        for size in reversed(windows.outputs[1:]):
-            out_places.append(code.index(f"{pixel} % {code.dim(size)}"))
-            pixel = code.index(f"{pixel} / {code.dim(size)}")
+        pixel = index[3]
+        out_places: list[str] = []
+        for length in reversed(windows.outputs[1:]):
+            out_places.append(code.index(f"{pixel} % {code.dim(length)}"))
+            pixel = code.index(f"{pixel} / {code.dim(length)}")
         out_places.append(pixel)
         channel = c_index(channels, channel)
         own = [index[0], channel, *reversed(out_places), *reversed(k_places)]

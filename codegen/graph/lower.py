@@ -1,8 +1,8 @@
 """From a graph of ONNX operators to buffers and kernel calls.
 
-Nodes are taken in order; each operator's rule (`rules`) makes tensors of tensors. What the rules fuse
-and what they store is said in tensor.py. Sizes that two tensors must agree on, and that only run time
-tells, become `Check`s.
+Nodes are taken in order; each operator's rule (`rules`) makes tensors of tensors. What the rules
+fuse and what they store is said in tensor.py. Sizes that two tensors must agree on, and that only
+run time tells, become `Check`s.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def element_type(name: str) -> ElementType:
     """
     if name not in ELEMENT_BYTES:
         raise UnsupportedError(f"elements of type {name} are not supported")
-    return name  # type: ignore[return-value]
+    return name
 
 
 def lower(
@@ -273,7 +273,7 @@ def lower(
 
 def _output(g: Lowering, name: str) -> Buffer:
     """An output of the graph in a buffer of its own, into which its kernel writes if it can."""
-    g.node = name
+    g.node = next((node.name for node in g.graph.nodes if name in node.outputs), name)
     tensor = g.value(name)
     assert tensor is not None
     target = Buffer(name, tensor.dtype, tensor.shape)

@@ -1,4 +1,4 @@
-"""Operators that move elements: shapes, slices, gathers. Most are an index expression and no kernel."""
+"""Operators that move elements: shapes, slices, gathers; most are an index and no kernel."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ def reshaped(g: Lowering, x: Tensor, shape: tuple[Dim, ...]) -> Tensor:
     """The same elements in another shape of the same size."""
     if x.shape == shape:
         return x
-    if x.known is not None and all(size.constant is not None for size in shape):
-        return known_tensor(x.known.reshape([size.constant for size in shape]), x.dtype)
+    numbers = [size.constant for size in shape if size.constant is not None]
+    if x.known is not None and len(numbers) == len(shape):
+        return known_tensor(np.reshape(x.known, numbers), x.dtype)
     kept = [s for s in x.shape if s.constant != 1] == [s for s in shape if s.constant != 1]
     if kept and not isinstance(x, Stored):
         # Dimensions of 1 come and go: still a function of the index.
@@ -135,8 +136,9 @@ def _transpose(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
 def expanded(g: Lowering, x: Tensor, shape: tuple[Dim, ...]) -> Tensor:
     """Broadcast to a shape."""
     whole = g.broadcast([x.shape, shape])
-    if x.known is not None and all(size.constant is not None for size in whole):
-        return known_tensor(np.broadcast_to(x.known, [s.constant for s in whole]), x.dtype)
+    numbers = [size.constant for size in whole if size.constant is not None]
+    if x.known is not None and len(numbers) == len(whole):
+        return known_tensor(np.broadcast_to(x.known, numbers), x.dtype)
     x = g.cheap(x)
     return Tensor(x.dtype, whole, lambda code, index: x.at(code, aligned(x, index)), cost=x.cost)
 
@@ -191,11 +193,11 @@ def _gather(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
     indices = g.cheap(indices)
     shape = data.shape[:axis] + indices.shape + data.shape[axis + 1 :]
     end = axis + indices.rank
-    if data.shape[axis].constant is not None and indices.literal is not None:
-        size = data.shape[axis].constant
-        if indices.literal.size and not (
-            -size <= indices.literal.min() <= indices.literal.max() < size
-        ):
+    size = data.shape[axis].constant
+    given = indices.literal
+    if size is not None and given is not None and given.size:
+        least, most = int(given.min()), int(given.max())
+        if least < -size or most >= size:
             raise UnsupportedError(f"an index beyond the {size} of axis {axis}")
     if indices.literal is not None and indices.literal.size == 1:
         number = int(indices.literal.item())
@@ -328,7 +330,8 @@ def _slice(g: Lowering, node: OnnxNode, x: list[Any]) -> Tensor:
             axes = g.ints(x[3], "axes")
         if len(x) > 4 and x[4] is not None:
             steps = g.ints(x[4], "steps")
-    result, zero = data, Dim.of(0)
+    result: Tensor = data
+    zero = Dim.of(0)
     for axis, begin, end, step in zip(axes, begins, ends, steps, strict=True):
         axis = axis_of(axis, data.rank)
         size = data.shape[axis]

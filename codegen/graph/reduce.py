@@ -150,12 +150,7 @@ def _reduce(g: Lowering, node: OnnxNode, x: list[Any]) -> Tensor:
     data, kind = x[0], c_type(x[0].dtype)
     axes = axes_of(g, node, x)
     if not axes:
-        if axes is not None and node.attrs.get("noop_with_empty_axes", 0):
-            axes = []
-        elif node.attrs.get("noop_with_empty_axes", 0):
-            axes = []
-        else:
-            axes = list(range(data.rank))
+        axes = [] if node.attrs.get("noop_with_empty_axes", 0) else list(range(data.rank))
     axes = [axis_of(axis, data.rank) for axis in axes]
     if node.op == "ReduceProd" and data.known is not None and data.rank == 1 and axes:
         known = np.array(product(data.known), object)
@@ -170,8 +165,9 @@ def _reduce(g: Lowering, node: OnnxNode, x: list[Any]) -> Tensor:
 
 def _log_sum_exp(g: Lowering, x: Tensor, axes: list[int], kind: str) -> Tensor:
     x = g.store(x)
-    top = g.store(largest_of(g, x, axes))
-    top = unary(g, top, "({0} - {0} == 0 ? {0} : ({kind})0)")  # infinities would cancel to NaN
+    top = unary(
+        g, g.store(largest_of(g, x, axes)), "({0} - {0} == 0 ? {0} : ({kind})0)"
+    )  # infinities would cancel to NaN
     total = total_of(g, binary(g, x, top, "atsc::graph::exp({0} - {1})", 8), axes)
     return binary(g, unary(g, total, "__builtin_log{f}({0})", 16), top, "{0} + {1}")
 
@@ -308,7 +304,7 @@ def _arg(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
 
 
 def _cumsum(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
-    """Each element sums what is before it: quadratic in the axis, which is short where it is used."""
+    """Each element sums what is before it: quadratic in the axis, which is mostly short."""
     data, kind = g.cheap(x[0]), c_type(x[0].dtype)
     axis = axis_of(g.ints(x[1], "axis")[0], data.rank)
     reverse, exclusive = node.attrs.get("reverse", 0), node.attrs.get("exclusive", 0)

@@ -1,13 +1,13 @@
-"""Tensors of a general graph while it is turned into kernels, and the code that computes them.
+"""Tensors of a general graph while it is turned into kernels, and the code of those.
 
 A tensor is a function from an index to a C expression. Those of operators that only compute
-elementwise or move data stay functions (`Tensor.at` of one calls `at` of its inputs): fusing them is
-composing them. What is read more than once, or is dear to compute, is stored by a kernel of its own
-and then is a `Buffer`. Integers that come from shapes alone are known at compile time as expressions
-(`Tensor.known`) and need no kernel at all.
+elementwise or move data stay functions (`Tensor.at` of one calls `at` of its inputs): fusing them
+is composing them. What is read more than once, or is dear to compute, is stored by a kernel of its
+own and then is a `Buffer`. Integers that come from shapes alone are known at compile time as
+expressions (`Tensor.known`) and need no kernel at all.
 
-Cost: each operator runs once per use at compile time; kernels recompute what is fused, so only cheap
-tensors are fused into readers that read an element more than once (`CHEAP`).
+Kernels compute again what is fused for each of its readers, so only cheap tensors are fused into
+readers that read an element more than once (`CHEAP`).
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ class Code:
         return f"{_WIDENED[dtype][2]}({value})"
 
     def checked(self, index: str, size: Dim) -> str:
-        """An index that an input holds, negative from the end; one beyond `size` fails the kernel."""
+        """An index that an input holds, negative from the end; beyond `size` the kernel fails."""
         self.may_fail = True
         limit = self.dim(size)
         given = self.let("int64_t", index, "i")

@@ -11,7 +11,7 @@
 
 namespace atsc::graph {
 
-inline constexpr int64_t kTileRows = 48, kTileColumns = 64, kDepth = 256;
+inline constexpr int64_t kTileRows = 96, kTileColumns = 64, kDepth = 256;
 
 // Compiled with -ffp-contract=fast, so that products and sums become one instruction.
 template <class T>
@@ -39,21 +39,25 @@ static inline __attribute__((always_inline)) void gemm_tile(
   T* const packed_a = static_cast<T*>(workspace);
   T* const packed_b = packed_a + kTileRows * kDepth;
   T* const sums = packed_b + kDepth * kTileColumns;
-  for (int64_t i = 0; i < rows * kTileColumns; ++i) sums[i] = 0;
+  for (int64_t i = 0; i < kTileRows * kTileColumns; ++i) sums[i] = 0;
   for (int64_t begin = 0; begin < num_k; begin += kDepth) {
     const int64_t depth = least(kDepth, num_k - begin);
     for (int64_t m = 0; m < rows; ++m) {
       T* const strip = packed_a + m / kStrip * kStrip * kDepth + m % kStrip;
       for (int64_t k = 0; k < depth; ++k) strip[k * kStrip] = a(first_m + m, begin + k);
     }
-    for (int64_t panel = 0; panel < columns; panel += kPanel) {
-      const int64_t width = least(kPanel, columns - panel);
-      T* const to = packed_b + panel * kDepth;
-      for (int64_t k = 0; k < depth; ++k) {
-        for (int64_t n = 0; n < width; ++n) {
-          to[k * kPanel + n] = b(begin + k, first_n + panel + n);
+    // Row by row: whole lines of a row-major operand, one page after the other.
+    for (int64_t k = 0; k < depth; ++k) {
+      for (int64_t panel = 0; panel < columns; panel += kPanel) {
+        const int64_t width = columns - panel;
+        T* const to = packed_b + panel * kDepth + k * kPanel;
+        if (width >= kPanel) {  // of known length: a vector or two
+          for (int64_t n = 0; n < kPanel; ++n) to[n] = b(begin + k, first_n + panel + n);
+          continue;
         }
-        for (int64_t n = width; n < kPanel; ++n) to[k * kPanel + n] = 0;
+        for (int64_t n = 0; n < kPanel; ++n) {
+          to[n] = n < width ? b(begin + k, first_n + panel + n) : 0;
+        }
       }
     }
     for (int64_t panel = 0; panel < columns; panel += kPanel) {
@@ -72,9 +76,17 @@ static inline __attribute__((always_inline)) void gemm_tile(
             total[r][1] = value * high + total[r][1];
           }
         }
-        for (int64_t r = 0; r < least(kStrip, rows - m); ++r) {
+        // Constant indices alone, or the sums would live in memory; rows beyond the last are nobody's.
+#pragma GCC unroll 6
+        for (int64_t r = 0; r < kStrip; ++r) {
           T* const to = sums + (m + r) * kTileColumns + panel;
-          for (int64_t n = 0; n < kPanel; ++n) to[n] += total[r][n / kWidth][n % kWidth];
+          Vector low, high;
+          __builtin_memcpy(&low, to, sizeof low);
+          __builtin_memcpy(&high, to + kWidth, sizeof high);
+          low += total[r][0];
+          high += total[r][1];
+          __builtin_memcpy(to, &low, sizeof low);
+          __builtin_memcpy(to + kWidth, &high, sizeof high);
         }
       }
     }

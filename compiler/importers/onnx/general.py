@@ -1,7 +1,7 @@
 """Graphs that are no decoders: an ONNX model as a TensorGraph.
 
-Functions that have no rule of their own are replaced by their bodies, until only operators are left;
-what depends on constants alone is computed here, by onnx's reference implementation.
+Functions that have no rule of their own are replaced by their bodies, until only operators are
+left; what depends on constants alone is computed here, by onnx's reference implementation.
 """
 
 from __future__ import annotations
@@ -149,7 +149,10 @@ def _has_body(domain: str, op: str, opset: int) -> bool:
         schema = onnx.defs.get_schema(op, opset, domain)
     except onnx.defs.SchemaError:
         return False
-    return bool(schema.has_function or schema.has_context_dependent_function)
+    # onnx's type stubs lack both.
+    return any(
+        getattr(schema, f"has_{kind}") for kind in ("function", "context_dependent_function")
+    )
 
 
 def _inputs(file: ModelFile, graph: onnx_ir.Graph) -> Iterable[GraphInput]:
@@ -157,7 +160,9 @@ def _inputs(file: ModelFile, graph: onnx_ir.Graph) -> Iterable[GraphInput]:
         name = value.name or ""
         if name in graph.initializers:
             continue
-        if value.shape is None or value.dtype is None:
+        # A sequence or an optional has the type and shape of its elements too.
+        plain = isinstance(value.type, onnx_ir.TensorType)
+        if value.shape is None or value.dtype is None or not plain:
             raise ModelError(f"{file.path}: input {name} has no type and shape that kernels have")
         dims = [
             Dim.of(size)

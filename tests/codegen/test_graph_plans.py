@@ -1,0 +1,227 @@
+"""Plans of general graphs, whole: compiled, loaded, run, and compared with onnxruntime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from bert import BertShape, bert_model, minilm_folder, minilm_shape, random_weights
+from bert import read_safetensors as read_tensors
+from onnx import TensorProto, helper, numpy_helper
+
+import atsc
+from atsc.runtime.loader import Plan
+
+pytestmark = pytest.mark.toolchain
+Compile = Callable[[onnx.ModelProto], Plan]
+Arrays = Mapping[str, np.ndarray[Any, Any]]
+
+
+@pytest.fixture
+def compiled(tmp_path: Path) -> Compile:
+    def compile_model(model: onnx.ModelProto) -> Plan:
+        path = tmp_path / "model.onnx"
+        onnx.save(model, path)
+        plan = atsc.compile(path)
+        assert plan is not None
+        return atsc.load(plan, threads=2)
+
+    return compile_model
+
+
+def _reference(model: onnx.ModelProto, inputs: Arrays) -> dict[str, np.ndarray[Any, Any]]:
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), providers=["CPUExecutionProvider"]
+    )
+    names = [output.name for output in session.get_outputs()]
+    return dict(zip(names, session.run(names, dict(inputs)), strict=True))
+
+
+def _sentences(shape: BertShape, batch: int, length: int) -> dict[str, np.ndarray[Any, Any]]:
+    rng = np.random.default_rng(batch * 100 + length)
+    lengths = rng.integers(1, length + 1, (batch, 1))
+    return {
+        "input_ids": rng.integers(0, shape.vocab, (batch, length)),
+        "attention_mask": (np.arange(length)[None] < lengths).astype(np.int64),
+        "token_type_ids": rng.integers(0, 2, (batch, length)),
+    }
+
+
+def _cosine(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> float:
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    return float(((a * b).sum(-1) / np.sqrt((a * a).sum(-1) * (b * b).sum(-1))).min())
+
+
+def test_an_encoder_of_any_sizes(compiled: Compile) -> None:
+    shape = BertShape()
+    model = bert_model(shape, random_weights(shape))
+    with compiled(model) as plan:
+        # Smaller after larger: memory is planned anew.
+        for batch, length in ((1, 3), (2, 40), (3, 17), (1, 1)):
+            inputs = _sentences(shape, batch, length)
+            found, wanted = plan.run(inputs), _reference(model, inputs)
+            assert list(found) == list(wanted)
+            for name, array in wanted.items():
+                assert found[name].dtype == array.dtype
+                np.testing.assert_allclose(found[name], array, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(minilm_folder() is None, reason="all-MiniLM-L6-v2's package is not installed")
+@pytest.mark.slow
+def test_minilm_embeds_as_onnxruntime_does(compiled: Compile) -> None:
+    folder = minilm_folder()
+    assert folder is not None
+    shape = minilm_shape(folder)
+    model = bert_model(shape, read_tensors(folder / "model.safetensors"))
+    with compiled(model) as plan:
+        for batch, length in ((1, 9), (4, 64)):
+            inputs = _sentences(shape, batch, length)
+            found, wanted = plan.run(inputs), _reference(model, inputs)
+            for name, array in wanted.items():
+                assert _cosine(found[name], array) > 0.9999
+
+
+def _small_cnn() -> onnx.ModelProto:
+    rng = np.random.default_rng(3)
+
+    def weight(name: str, *shape: int) -> onnx.TensorProto:
+        return numpy_helper.from_array(rng.standard_normal(shape).astype(np.float32), name)
+
+    variance = numpy_helper.from_array(rng.random(6).astype(np.float32) + 0.5, "variance")
+    nodes = [
+        helper.make_node("Conv", ["image", "w1", "b1"], ["c1"], pads=[1, 1, 1, 1], strides=[2, 2]),
+        helper.make_node("BatchNormalization", ["c1", "s", "b", "m", "variance"], ["n1"]),
+        helper.make_node("Relu", ["n1"], ["r1"]),
+        helper.make_node("Conv", ["r1", "w2"], ["c2"], group=3, auto_pad="VALID", dilations=[1, 2]),
+        helper.make_node("MaxPool", ["c2"], ["p"], kernel_shape=[2, 3], strides=[2, 1]),
+        helper.make_node("GlobalAveragePool", ["p"], ["g"]),
+        helper.make_node("Flatten", ["g"], ["f"]),
+        helper.make_node("Gemm", ["f", "w3", "b3"], ["y"], transB=1, alpha=0.5),
+        helper.make_node("Softmax", ["y"], ["shares"], axis=-1),
+        helper.make_node("ArgMax", ["y"], ["best"], axis=1, keepdims=0),
+    ]
+    names = [("w1", (6, 3, 3, 3)), ("b1", (6,)), ("s", (6,)), ("b", (6,)), ("m", (6,))]
+    names += [("w2", (9, 2, 3, 3)), ("w3", (5, 9)), ("b3", (5,))]
+    graph = helper.make_graph(
+        nodes,
+        "cnn",
+        [helper.make_tensor_value_info("image", TensorProto.FLOAT, ["n", 3, 24, 28])],
+        [
+            helper.make_tensor_value_info("shares", TensorProto.FLOAT, ["n", 5]),
+            helper.make_tensor_value_info("best", TensorProto.INT64, ["n"]),
+        ],
+        [*(weight(name, *shape) for name, shape in names), variance],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+
+
+def test_a_small_cnn(compiled: Compile) -> None:
+    model = _small_cnn()
+    with compiled(model) as plan:
+        for batch in (1, 3, 0):
+            image = np.random.default_rng(batch).standard_normal((batch, 3, 24, 28))
+            inputs = {"image": image.astype(np.float32)}
+            found = plan.run(inputs)
+            if batch == 0:  # nothing in, nothing out
+                assert found["shares"].shape == (0, 5)
+                continue
+            wanted = _reference(model, inputs)
+            np.testing.assert_allclose(found["shares"], wanted["shares"], rtol=1e-4, atol=1e-6)
+            np.testing.assert_array_equal(found["best"], wanted["best"])
+
+
+def _gather_model() -> onnx.ModelProto:
+    graph = helper.make_graph(
+        [
+            helper.make_node("Gather", ["table", "ids"], ["rows"], name="look_up"),
+            helper.make_node("Add", ["rows", "more"], ["sum"], name="plus"),
+        ],
+        "gather",
+        [
+            helper.make_tensor_value_info("ids", TensorProto.INT64, ["n", 2]),
+            helper.make_tensor_value_info("more", TensorProto.FLOAT, ["m", 2, 4]),
+        ],
+        [helper.make_tensor_value_info("sum", TensorProto.FLOAT, None)],
+        [numpy_helper.from_array(np.arange(40, dtype=np.float32).reshape(10, 4), "table")],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+
+
+@pytest.fixture
+def gather(compiled: Compile) -> Plan:
+    return compiled(_gather_model())
+
+
+_IDS, _MORE = np.zeros((3, 2), np.int64), np.zeros((3, 2, 4), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"ids": _IDS}, "input more is missing: the model takes ids, more"),
+        ({"ids": _IDS, "more": _MORE, "z": _MORE}, "no input is called z: the model takes ids"),
+        (
+            {"ids": _IDS.astype(np.int32), "more": _MORE},
+            "input ids has elements of type int32, exp",
+        ),
+        ({"ids": _IDS[0], "more": _MORE}, r"input ids has shape \[2\], expected 2 dimensions \[n"),
+        ({"ids": _IDS[:, :1], "more": _MORE}, "input ids has size 1 in dimension 1, expected 2"),
+        ({"ids": _IDS[:1], "more": _MORE}, "node plus: .* n is 1 and m is 3, .* must be equal"),
+        ({"ids": _IDS + 10, "more": _MORE}, "node plus: an index .* is out of range"),
+    ],
+)
+def test_what_does_not_fit_is_said_in_one_line(gather: Plan, inputs: Arrays, message: str) -> None:
+    with gather, pytest.raises(atsc.UsageError, match=message) as caught:
+        gather.run(inputs)
+    assert "\n" not in str(caught.value)
+
+
+def test_after_a_refusal_the_plan_still_runs(gather: Plan) -> None:
+    with gather:
+        with pytest.raises(atsc.UsageError):
+            gather.run({"ids": _IDS - 11, "more": _MORE})
+        found = gather.run({"ids": _IDS - 1, "more": _MORE})["sum"]
+    np.testing.assert_array_equal(found, np.broadcast_to(np.arange(36.0, 40), (3, 2, 4)))
+
+
+def test_memory_of_any_alignment(gather: Plan) -> None:
+    memory = np.zeros(_MORE.nbytes + 1, np.uint8)[1:].view(np.float32).reshape(_MORE.shape)
+    memory[...] = 5
+    with gather:
+        found = gather.run({"ids": _IDS, "more": memory})["sum"]
+    np.testing.assert_array_equal(found, np.broadcast_to(np.arange(5.0, 9), (3, 2, 4)))
+
+
+def test_only_outputs_asked_for(gather: Plan) -> None:
+    with gather:
+        assert list(gather.run({"ids": _IDS, "more": _MORE}, ["sum"])) == ["sum"]
+        with pytest.raises(atsc.UsageError, match="no output is called z: the model has sum"):
+            gather.run({"ids": _IDS, "more": _MORE}, ["z"])
+
+
+def test_it_is_no_language_model(gather: Plan) -> None:
+    with gather, pytest.raises(atsc.UsageError, match=r"no language model: call run\(\)"):
+        gather.session()
+
+
+def test_every_unsupported_node_is_named_at_once(compiled: Compile) -> None:
+    nodes = [
+        helper.make_node("NonZero", ["x"], ["a"], name="first"),
+        helper.make_node("Unknown", ["x"], ["b"], name="second", domain="own"),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "bad",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [4])],
+        [onnx.ValueInfoProto(name=name) for name in ("a", "b")],
+    )
+    model = helper.make_model(
+        graph, opset_imports=[helper.make_opsetid("", 17), helper.make_opsetid("own", 1)]
+    )
+    with pytest.raises(atsc.ModelError, match=r"first \(NonZero .*second \(Unknown of own 1\)"):
+        compiled(model)
