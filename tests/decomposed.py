@@ -33,7 +33,9 @@ class Spelling:
     packed: bool = False
     keep_logits: bool = False
     merged: bool = False
-    half: bool = False
+    half: bool = False  # weights of 16 bits, cast to 32
+    narrow: bool = False  # everything in 16 bits
+    positions: str = "input"  # cumsum: of the mask; shifted: counted from 1
     batch: str | int = "batch"
     guard: bool = False
     bias: bool = False
@@ -58,6 +60,7 @@ class Decoder:
         return names[0] if outputs == 1 else names
 
     def const(self, value: Any, dtype: Any = np.float32) -> str:
+        dtype = np.float16 if self.s.narrow and dtype is np.float32 else dtype
         tensor = numpy_helper.from_array(np.array(value, dtype))
         return str(self.op("Constant", value=tensor))
 
@@ -67,6 +70,8 @@ class Decoder:
     def weight(self, *shape: int, scale: float = 0.2, offset: float = 0.0) -> str:
         name = f"w{len(self.weights)}"
         array = (offset + scale * self.rng.standard_normal(shape)).astype(np.float32)
+        if self.s.narrow:
+            array = array.astype(np.float16)
         if self.s.half:
             self.weights.append(numpy_helper.from_array(array.astype(np.float16), name))
             return str(self.op("Cast", name, to=TensorProto.FLOAT))
@@ -132,18 +137,34 @@ class Decoder:
             seen = self.op("And", self.op("Unsqueeze", seen, self.ints(0, 1)), padding)
         if self.s.mask == "boolean":
             return str(seen)
-        low = self.const(np.finfo(np.float32).min)
+        low = self.const(np.finfo(np.float16 if self.s.narrow else np.float32).min)
         mask = self.op("Where", seen, self.const(0.0), low)
         if self.s.mask == "biased":
             slope = self.op("Cast", self.op("Sub", key, row), to=TensorProto.FLOAT)
             mask = self.op("Add", mask, self.op("Mul", slope, self.const(0.1)))
         return str(mask)
 
+    @property
+    def element(self) -> int:
+        """The type of activations."""
+        return int(TensorProto.FLOAT16 if self.s.narrow else TensorProto.FLOAT)
+
+    def position_ids(self) -> str:
+        one = self.const(1, np.int64)
+        if self.s.positions == "shifted":
+            return str(self.op("Add", "position_ids", one))
+        if self.s.positions == "input":
+            return "position_ids"
+        count = self.op("Sub", self.op("CumSum", "attention_mask", one), one)
+        tokens = self.op("Neg", self.size_of("input_ids", 1))
+        start = self.op("Unsqueeze", tokens, self.ints(0))
+        return str(self.op("Slice", count, start, self.ints(_BIG), self.ints(1)))
+
     def angles(self) -> tuple[str, str]:
         """cos and sin [1, 1, M, D], or of the rotated part, or of pairs."""
         rotary = SIZE // 2 if self.s.rope == "partial" else SIZE
         frequencies = 100.0 ** (-np.arange(0, rotary, 2) / rotary)
-        position = self.op("Cast", "position_ids", to=TensorProto.FLOAT)
+        position = self.op("Cast", self.position_ids(), to=self.element)
         if self.s.rope == "dynamic":
             total = self.op("Cast", self.size_of("attention_mask", 1), to=TensorProto.FLOAT)
             position = self.op("Div", position, self.op("Sqrt", total))
@@ -339,8 +360,11 @@ class Decoder:
             start = self.op("Unsqueeze", self.op("Neg", "num_logits_to_keep"), self.ints(0))
             x = self.op("Slice", x, start, self.ints(_BIG), self.ints(1))
         scale = self.const(0.25 if self.s.multipliers else 1.0)
+        last = "narrow_logits" if self.s.narrow else "logits"
         head = self.op("Transpose", table, perm=[1, 0])
-        self.op("Mul", self.op("MatMul", x, head), scale, output="logits")
+        self.op("Mul", self.op("MatMul", x, head), scale, output=last)
+        if self.s.narrow:
+            self.op("Cast", last, output="logits", to=TensorProto.FLOAT)
 
     def save(self, folder: Path) -> Path:
         """Write the model and its configuration, and return the path of the model."""
@@ -357,8 +381,8 @@ class Decoder:
             for part in ("key", "value"):
                 shapes = ([batch, KV_HEADS, length, SIZE] for length in ("past", "total"))
                 past, present = shapes
-                inputs.append(info(f"past_key_values.{layer}.{part}", f32, past))
-                outputs.append(info(f"present.{layer}.{part}", f32, present))
+                inputs.append(info(f"past_key_values.{layer}.{part}", self.element, past))
+                outputs.append(info(f"present.{layer}.{part}", self.element, present))
         if self.s.keep_logits:
             inputs.append(info("num_logits_to_keep", i64, []))
         nodes, weights = self.nodes, self.weights

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from atsc.compiler.importers.onnx.canonical.editor import Editor, Refusal, rms, tolerance
+from atsc.compiler.importers.onnx.canonical.editor import Editor, Refusal, rms
 from atsc.compiler.importers.onnx.canonical.masks import expected, window_of
 from atsc.compiler.importers.onnx.canonical.region import (
     Region,
@@ -244,12 +244,11 @@ def _score_function(editor: Editor, found: _Found) -> tuple[float, float]:
 
 
 def _at_first(turn: Turn) -> float:
-    """cos of the first pair at position 0: 1, or YaRN's factor."""
+    """The length of the first pair at position 0: 1, or YaRN's factor."""
     if turn.tables is None:
         return 1.0
-    tensor = turn.tables[0].const_value
-    assert tensor is not None
-    return float(np.asarray(tensor.numpy())[0, 0])
+    tensors = [value.const_value for value in turn.tables]
+    return math.hypot(*(float(t.numpy()[0, 0]) for t in tensors if t is not None))
 
 
 def _attributes(found: _Found) -> tuple[float, float]:
@@ -287,7 +286,7 @@ def _check(editor: Editor, found: _Found, at: Round) -> None:
     values = np.concatenate([pasts[1][0].swapaxes(0, 1), heads[2]])
     wanted = _attend(found, at, heads[0], keys, values)
     actual = editor.rounds.region(region.output, at, given)
-    if rms(actual.reshape(at.tokens, -1), wanted) > tolerance(actual):
+    if rms(actual.reshape(at.tokens, -1), wanted) > editor.tolerance:
         raise Refusal(
             f"what it computes is not causal attention of {region.heads} heads of {region.size}: "
             f"it differs for {at.tokens} tokens after {at.past}"

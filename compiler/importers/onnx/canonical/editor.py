@@ -27,6 +27,8 @@ class Editor:
         """What the configuration says, if it says anything, or a table of positions has."""
         self.refused: dict[str, str] = {}
         """Reasons by name of node; empty for nodes that only belong to such a one."""
+        self.tolerance = 2e-2 if _is_half(graph) else 1e-4
+        """How far an exact rewrite may be from what the graph computes, relative L2."""
         self._lengths: tuple[Value, Value] | None = None
 
     def node(
@@ -115,6 +117,15 @@ class Editor:
         self.refused.setdefault(_named(node), "")
 
 
+def _is_half(graph: onnx_ir.Graph) -> bool:
+    """Whether activations are rounded to half floats anywhere."""
+    half = (onnx_ir.DataType.FLOAT16, onnx_ir.DataType.BFLOAT16)
+    casts = (node for node in graph if node.op_type == "Cast")
+    return any(value.dtype in half for value in graph.inputs) or any(
+        node.attributes["to"].value in half for node in casts
+    )
+
+
 def _named(node: Node) -> str:
     node.name = node.name or node.outputs[0].name or node.op_type
     return node.name
@@ -127,8 +138,3 @@ def rms(actual: Array, expected: Array) -> float:
         return float("inf")
     scale = float(np.linalg.norm(expected)) or 1.0
     return float(np.linalg.norm(actual - expected)) / scale
-
-
-def tolerance(array: Array) -> float:
-    """How far an exact rewrite may be from a result of this type."""
-    return 1e-4 if array.dtype in (np.float32, np.float64) else 2e-2

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from atsc.compiler.importers.onnx.canonical.editor import Editor, Refusal, rms, tolerance
+from atsc.compiler.importers.onnx.canonical.editor import Editor, Refusal, rms
 from atsc.compiler.importers.onnx.canonical.rounds import (
     SMALL,
     Array,
@@ -154,7 +154,7 @@ class Angles:
             heads = rows[:, span.selected].reshape(at.tokens, span.heads, span.size)
             expected = turned(heads, turn, at) * np.float32(turn.scale)
             actual = self.run(span, at, rows)
-            if rms(actual[0].swapaxes(0, 1), expected) > tolerance(actual):
+            if rms(actual[0].swapaxes(0, 1), expected) > self._editor.tolerance:
                 raise Refusal(f"{span.output.name} is no rotary embedding of {span.source.name}")
 
 

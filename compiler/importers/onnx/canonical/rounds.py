@@ -171,7 +171,11 @@ class Rounds:
         try:
             if key not in self._operators:
                 self._operators[key] = ReferenceEvaluator(self._model_of(node, names))
-            feeds = {name: array for name, array in zip(names, inputs, strict=True) if name}
+            feeds = {
+                name: array
+                for name, array in zip(names, _of_one_float(inputs), strict=True)
+                if name
+            }
             with np.errstate(all="ignore"):
                 return [np.asarray(result) for result in self._operators[key].run(None, feeds)]
         except Exception as error:  # the evaluator raises whatever numpy and onnx raise
@@ -305,6 +309,18 @@ def _attr_key(attr: onnx_ir.Attr) -> str | bytes:
         tensor = attr.value
         return bytes(tensor.tobytes()) + str((tensor.dtype, tensor.shape)).encode()
     return repr(attr.value)
+
+
+def _of_one_float(arrays: list[Array | None]) -> list[Array | None]:
+    """Floats of several types as float32: given activations are, whatever type the graph has."""
+    kinds = {a.dtype for a in arrays if a is not None and _is_float(a)}
+    if len(kinds) < 2:
+        return arrays
+    return [a.astype(np.float32) if a is not None and _is_float(a) else a for a in arrays]
+
+
+def _is_float(array: Array) -> bool:
+    return array.dtype.kind == "f" or array.dtype.name == "bfloat16"
 
 
 def _reads_shape(node: Node) -> bool:
