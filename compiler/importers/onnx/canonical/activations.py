@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from atsc.compiler.importers.onnx.canonical.editor import Editor, rms
+from atsc.compiler.importers.onnx.canonical.editor import Editor, relative_error
 from atsc.compiler.importers.onnx.canonical.region import between
 from atsc.compiler.importers.onnx.canonical.rounds import (
     TYPICAL,
@@ -74,4 +74,4 @@ def _holds(editor: Editor, x: Value, value: Value, kind: str) -> bool:
         actual = editor.rounds.region(value, TYPICAL, {x: given})
     except NotEvaluable:
         return False
-    return rms(actual, apply_activation(kind, given)) <= editor.tolerance
+    return relative_error(actual, apply_activation(kind, given)) <= editor.tolerance

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from atsc.compiler.importers.onnx.canonical.editor import Editor, Refusal, rms
+from atsc.compiler.importers.onnx.canonical.editor import Editor, Refusal, relative_error
 from atsc.compiler.importers.onnx.canonical.masks import expected, window_of
 from atsc.compiler.importers.onnx.canonical.region import (
     Region,
@@ -130,7 +130,7 @@ def _side(editor: Editor, angles: Angles, heads: Value, count: int, size: int) -
     """Follow heads back to rows; norms of heads on the way are written anew on rows."""
     source = leaf(editor.rounds, heads)
     node = source.producer()
-    rounds, normed = editor.rounds, is_norm(node) and not is_rows_of(editor, source)
+    rounds, normed = editor.rounds, is_norm(node) and not _normalises_rows(editor, source)
     width = count * size
     columns = width if normed else rounds.shape(source, TYPICAL)[-1]
     source_major = normed and is_head_major(rounds, source, count)
@@ -157,7 +157,7 @@ def _side(editor: Editor, angles: Angles, heads: Value, count: int, size: int) -
     return _Side(span, angles.measure(span), editor.reshape(y, [1, -1, width], f"{name}/flat"))
 
 
-def is_rows_of(editor: Editor, value: Value) -> bool:
+def _normalises_rows(editor: Editor, value: Value) -> bool:
     """Whether a norm normalises whole rows: then it is no norm of heads."""
     return len(editor.rounds.shape(value, TYPICAL)) < 4
 
@@ -286,7 +286,7 @@ def _check(editor: Editor, found: _Found, at: Round) -> None:
     values = np.concatenate([pasts[1][0].swapaxes(0, 1), heads[2]])
     wanted = _attend(found, at, heads[0], keys, values)
     actual = editor.rounds.region(region.output, at, given)
-    if rms(actual.reshape(at.tokens, -1), wanted) > editor.tolerance:
+    if relative_error(actual.reshape(at.tokens, -1), wanted) > editor.tolerance:
         raise Refusal(
             f"what it computes is not causal attention of {region.heads} heads of {region.size}: "
             f"it differs for {at.tokens} tokens after {at.past}"

@@ -131,7 +131,7 @@ def _named(node: Node) -> str:
     return node.name
 
 
-def rms(actual: Array, expected: Array) -> float:
+def relative_error(actual: Array, expected: Array) -> float:
     """The relative error of an array."""
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     if actual.shape != expected.shape or not np.isfinite(actual).all():

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from atsc.compiler.importers.onnx.canonical.editor import Editor, rms
+from atsc.compiler.importers.onnx.canonical.editor import Editor, relative_error
 from atsc.compiler.importers.onnx.canonical.rounds import (
     SMALL,
     Array,
@@ -149,6 +149,6 @@ def _holds(
                 actual = editor.rounds.region(output, at, {x: given})
             except NotEvaluable:
                 return False
-            if rms(actual, wide / root * rows[0] + rows[1]) > editor.tolerance:
+            if relative_error(actual, wide / root * rows[0] + rows[1]) > editor.tolerance:
                 return False
     return True

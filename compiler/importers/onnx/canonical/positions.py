@@ -10,7 +10,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from atsc.compiler.importers.onnx.canonical.editor import OWN_DOMAIN, Editor, Refusal, rms
+from atsc.compiler.importers.onnx.canonical.editor import (
+    OWN_DOMAIN,
+    Editor,
+    Refusal,
+    relative_error,
+)
 from atsc.compiler.importers.onnx.canonical.region import is_rows
 from atsc.compiler.importers.onnx.canonical.rope import num_positions
 from atsc.compiler.importers.onnx.canonical.rounds import (
@@ -56,7 +61,7 @@ def _rewrite(editor: Editor, node: Node, x: Value, added: Value) -> None:
     editor.context_length = count
     table = rows(Round(0, count))
     for at in (*SMALL, Round(count - 1, 1)):
-        if at.total <= count and rms(rows(at), table[at.past : at.total]) > 1e-6:
+        if at.total <= count and relative_error(rows(at), table[at.past : at.total]) > 1e-6:
             raise Refusal(f"{added.name} does not depend on the position alone")
     weight = editor.constant(f"{added.name}/table", table)
     (y,) = editor.node("AddPositions", [x, weight], f"{node.name}/positions", domain=OWN_DOMAIN)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from atsc.compiler.importers.onnx.canonical.editor import Editor, Refusal, rms
+from atsc.compiler.importers.onnx.canonical.editor import Editor, Refusal, relative_error
 from atsc.compiler.importers.onnx.canonical.rounds import (
     SMALL,
     Array,
@@ -131,14 +131,18 @@ class Angles:
         probes = [Round(0, 3), Round(5, 4), Round(count // 2, 2), Round(max(0, count - 2), 2)]
         seen = np.concatenate([rows(at) for at in probes], axis=1)
         for known, tables, layout in self._known:
-            if layout == interleaved and known.shape == seen.shape and rms(known, seen) < 1e-6:
+            if (
+                layout == interleaved
+                and known.shape == seen.shape
+                and relative_error(known, seen) < 1e-6
+            ):
                 return tables
         chunks = [rows(Round(p, min(_CHUNK, count - p))) for p in range(0, count, _CHUNK)]
         whole = np.concatenate(chunks, axis=1)
         places = np.concatenate(
             [np.arange(at.past, at.total) for at in probes if at.total <= count]
         )
-        if rms(whole[:, places], seen[:, : len(places)]) > 1e-5:
+        if relative_error(whole[:, places], seen[:, : len(places)]) > 1e-5:
             raise Refusal("its angles do not depend on the position alone (a dynamic rope scaling)")
         name = f"rope_{len(self._known)}"
         cos = self._editor.constant(f"{name}/cos_cache", whole[0])
@@ -154,7 +158,7 @@ class Angles:
             heads = rows[:, span.selected].reshape(at.tokens, span.heads, span.size)
             expected = turned(heads, turn, at) * np.float32(turn.scale)
             actual = self.run(span, at, rows)
-            if rms(actual[0].swapaxes(0, 1), expected) > self._editor.tolerance:
+            if relative_error(actual[0].swapaxes(0, 1), expected) > self._editor.tolerance:
                 raise Refusal(f"{span.output.name} is no rotary embedding of {span.source.name}")
 
 
