@@ -23,6 +23,7 @@ from atsc.compiler.commands.console import (
     format_size,
     parse_size,
 )
+from atsc.compiler.commands.general import refuse_general
 from atsc.compiler.errors import PlanError, UsageError
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ class Test:
 def run(args: argparse.Namespace, console: Console) -> int:
     """Do it."""
     directory = existing(args.plan, "plan folder", PlanError)
+    refuse_general(directory, "bench")
     tests = list(_tests(args.p, args.n, args.d))
     if not tests:
         raise UsageError("nothing to measure; give -p or -n a number above 0")

@@ -207,6 +207,14 @@ def _printed(artifact: object) -> str:
 def _text(output: Path | None, manifest: Manifest | None, watcher: Watcher, seconds: float) -> str:
     if output is None or manifest is None:
         return f"stopped after {watcher.stages[-1][0]}, {seconds:.1f} s"
+    if manifest.graph is not None:
+        names = ", ".join(tensor.name for tensor in manifest.graph.inputs)
+        return (
+            f"{output}: {manifest.model.name}, no language model, {manifest.graph.num_kernels} "
+            f"kernels, {format_size(manifest.memory.weights_bytes)} of constants, compiled in "
+            f"{seconds:.1f} s\nrun it in Python: atsc.load({str(output)!r}).run(...), given "
+            f"{names}"
+        )
     return (
         f"{output}: {manifest.model.name}, {format_size(manifest.memory.weights_bytes)} of weights "
         f"in {len(manifest.units)} units, context {manifest.options.ctx}, "

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atsc.compiler.commands.console import Console, existing, format_size, table
+from atsc.compiler.commands.general import describe
 from atsc.compiler.errors import PlanError, UsageError
 
 if TYPE_CHECKING:
@@ -39,6 +40,12 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
     manifest = plan.load(existing(args.plan, "plan folder", PlanError))
     plan.check_content(manifest, args.plan)
+    if manifest.graph is not None:
+        if args.html:
+            raise UsageError(f"--html: {args.plan} is no language model and has no placement map")
+        text = describe(manifest, manifest.graph, args.plan)
+        console.result(dataclasses.asdict(manifest), text)
+        return 0
     document = dataclasses.asdict(manifest)
     document["memory"]["peak_bytes"] = manifest.memory.peak_bytes
     for name, regions in (("vram", vram_regions(manifest)), ("host", host_regions(manifest))):

@@ -9,6 +9,7 @@ from typing import Any
 
 from atsc.compiler.commands import trace as traces
 from atsc.compiler.commands.console import Console, at_least, between, existing, parse_size
+from atsc.compiler.commands.general import refuse_general
 from atsc.compiler.commands.writer import Prompt, Writer
 from atsc.compiler.errors import PlanError, UsageError
 
@@ -87,6 +88,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if args.system and not args.chat:
         raise UsageError("--system belongs to --chat; without it, write all of the prompt yourself")
     directory = existing(args.plan, "plan folder", PlanError)
+    refuse_general(directory, "run")
     from atsc.runtime import loader
 
     with (

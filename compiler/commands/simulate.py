@@ -23,6 +23,7 @@ from atsc.compiler.commands.console import (
     parse_size,
     table,
 )
+from atsc.compiler.commands.general import refuse_general
 from atsc.compiler.errors import BudgetError, CodegenError, PlanError, UsageError
 
 if TYPE_CHECKING:
@@ -107,6 +108,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     """Do it."""
     from atsc.compiler import plan
 
+    refuse_general(args.plan, "simulate")
     manifest = plan.load(existing(args.plan, "plan folder", PlanError))
     plan.check_content(manifest, args.plan)
     setting = _setting(args, manifest, console)

@@ -10,6 +10,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from atsc.compiler.commands import general
 from atsc.compiler.commands.console import Console, at_least, existing, table
 from atsc.compiler.errors import ModelError, PlanError, UsageError
 
@@ -71,6 +72,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     from atsc.runtime import loader
 
     manifest = manifests.load(directory)
+    if manifest.graph is not None:
+        return general.verify(directory, source, args.threads, console)
     if args.tokens > manifest.options.ctx:
         raise UsageError(
             f"--tokens {args.tokens}: the plan's context is {manifest.options.ctx} tokens; "
