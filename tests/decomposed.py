@@ -25,12 +25,12 @@ class Spelling:
     rope_in_heads_last: bool = False  # rope on [B, M, H, D], before the transpose
     norm: str = "rms"  # layer, rms_div, cast
     order: str = "pre"  # post: OLMo2
-    qk_norm: str = "none"  # before, after rope
+    qk_norm: str = "none"  # before, after rope, rows (before the reshape)
     repeat: str = "expand"  # tile, grouped
     activation: str = "silu"  # gelu_erf, gelu_tanh, relu2
     softcap: float = 0.0
     multipliers: bool = False  # Granite: embedding, residual, logits, attention
-    packed: bool = False
+    packed: bool = False  # q, k, v side by side
     keep_logits: bool = False
     merged: bool = False
     half: bool = False  # weights of 16 bits, cast to 32
@@ -238,6 +238,8 @@ class Decoder:
             parts = self.op("Split", rows, self.ints(*widths), outputs=3, axis=-1)
         else:
             parts = [self.linear(x, HIDDEN, width) for width in widths]
+        if self.s.qk_norm == "rows":
+            parts = [self.norm(parts[0], widths[0]), self.norm(parts[1], widths[1]), parts[2]]
         if self.s.fused == "rows":
             return self.fused_rows(layer, parts, mask, angles)
         normed = self.s.qk_norm != "none"
