@@ -6,7 +6,7 @@ from typing import Any
 
 from atsc.codegen.graph.elementwise import FLOATS, elementwise, onnx_type
 from atsc.codegen.graph.kernels import raw_call
-from atsc.codegen.graph.lower import Lowering, Rule, UnsupportedError
+from atsc.codegen.graph.lower import Lowering, RefusedError, Rule
 from atsc.codegen.graph.moves import axis_of, reshaped
 from atsc.codegen.graph.reduce import binary, largest_of, total_of, unary
 from atsc.codegen.graph.tensor import DEAR, Code, Index, Tensor, c_index, c_type, linear, stored
@@ -133,7 +133,7 @@ def _lp_normalization(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
     data = g.cheap(x[0])
     axis, power = axis_of(node.attrs.get("axis", -1), data.rank), node.attrs.get("p", 2)
     if power not in (1, 2) or data.dtype not in ("float32", "float64"):
-        raise UnsupportedError(f"norm {power} of {data.dtype}")
+        raise RefusedError(f"norm {power} of {data.dtype}")
     terms = unary(g, data, "__builtin_fabs{f}({0})" if power == 1 else "{0} * {0}")
     norm = total_of(g, terms, [axis])
     norm = g.store(norm if power == 1 else unary(g, norm, "__builtin_sqrt{f}({0})"))
@@ -144,7 +144,7 @@ def _lrn(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
     """x / (bias + alpha / size * sum of squares of neighbouring channels) ^ beta."""
     data = g.cheap(x[0])
     if data.dtype not in ("float32", "float64"):
-        raise UnsupportedError(f"elements of type {data.dtype}")
+        raise RefusedError(f"elements of type {data.dtype}")
     kind, channels, size = c_type(data.dtype), data.shape[1], int(node.attrs["size"])
     alpha, beta, bias = (
         f"({kind}){float(node.attrs.get(name, default)).hex()}"
@@ -198,7 +198,7 @@ def _bit_cast(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
     data, dtype = x[0], onnx_type(node.attrs["to"])
     widened = {"float16", "bfloat16", "bool"} & {data.dtype, dtype}
     if widened or ELEMENT_BYTES[data.dtype] != ELEMENT_BYTES[dtype]:
-        raise UnsupportedError(f"bits of {data.dtype} as {dtype}")
+        raise RefusedError(f"bits of {data.dtype} as {dtype}")
     return elementwise(g, [data], dtype, lambda v: f"bits<{c_type(dtype)}>({v})")
 
 

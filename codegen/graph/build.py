@@ -13,6 +13,7 @@ from atsc.codegen.build import (
     Progress,
     runtime_units,
 )
+from atsc.codegen.graph.generated import generated
 from atsc.codegen.graph.kernels import header_text
 from atsc.codegen.graph.lower import Program, lower
 from atsc.codegen.graph.rules import RULES
@@ -74,10 +75,10 @@ def generate_graph(
     """Make and compile the kernels of a graph, and the runtime.
 
     Raises:
-        ModelError: an operator that no kernel computes; all of them in one message.
+        UnsupportedError: an operator that no kernel computes; all of them in one message.
         CodegenError: the compiler fails.
     """
-    program, compiler = lower(graph, RULES), find_compiler(toolchain)
+    program, compiler = lower(graph, RULES, generated), find_compiler(toolchain)
     offsets, end = {}, 0
     for buffer, constant in program.constants.items():
         offsets[buffer] = align(end, _CONSTANT_ALIGNMENT)

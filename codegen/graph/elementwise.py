@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from atsc.codegen.graph.lower import Lowering, Rule, UnsupportedError, aligned, element_type
+from atsc.codegen.graph.lower import Lowering, RefusedError, Rule, aligned, element_type
 from atsc.codegen.graph.tensor import (
     CHEAP,
     Code,
@@ -145,7 +145,7 @@ def _quotient(a: Dim, b: Dim) -> Dim:
     """Truncated, as ONNX divides; the same as rounded down for sizes."""
     if not (_positive(a) and _positive(b)):
         if a.constant is None or not b.constant:
-            raise UnsupportedError(f"the quotient of sizes {a} and {b}")
+            raise RefusedError(f"the quotient of sizes {a} and {b}")
         return Dim.of(int(a.constant / b.constant))
     return a // b
 
@@ -175,7 +175,7 @@ def both_known(inputs: list[Tensor], function: Callable[..., Any]) -> Known | No
 def _binary(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
     dtype, kind = x[0].dtype, c_type(x[0].dtype)
     if len({operand.dtype for operand in x}) > 1:
-        raise UnsupportedError(f"operands of types {', '.join(o.dtype for o in x)}")
+        raise RefusedError(f"operands of types {', '.join(o.dtype for o in x)}")
     result, fold = x[0], _KNOWN.get(node.op)
     expression = _BINARY[node.op]
     for operand in x[1:]:
@@ -244,7 +244,7 @@ ONNX_TYPES: dict[int, ElementType] = {
 def onnx_type(number: int) -> ElementType:
     """An element type by its number in ONNX."""
     if number not in ONNX_TYPES:
-        raise UnsupportedError(f"elements of ONNX type {number} are not supported")
+        raise RefusedError(f"elements of ONNX type {number} are not supported")
     return ONNX_TYPES[number]
 
 
@@ -257,7 +257,7 @@ def cast(g: Lowering, x: Tensor, dtype: ElementType) -> Tensor:
     kind = c_type(dtype)
     if dtype == "float16" and x.dtype == "float64":
         # Straight from double: in two steps it would be rounded twice.
-        raise UnsupportedError("float64 to float16")
+        raise RefusedError("float64 to float16")
     return elementwise(g, [x], dtype, lambda v: f"cast<{kind}>({v})")
 
 
@@ -326,7 +326,7 @@ def _identity(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
 
 def _dropout(g: Lowering, node: OnnxNode, x: list[Tensor | None]) -> tuple[Tensor, Tensor]:
     if len(x) > 2 and x[2] is not None and g.content(x[2], "training_mode").item():
-        raise UnsupportedError("training mode draws random numbers")
+        raise RefusedError("training mode draws random numbers")
     data = x[0]
     assert data is not None
     mask = Tensor("bool", data.shape, lambda code, index: "true")

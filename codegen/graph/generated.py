@@ -10,7 +10,7 @@ import onnx
 from onnx import helper
 
 from atsc.codegen.graph.kernels import Call
-from atsc.codegen.graph.lower import Lowering, UnsupportedError, element_type
+from atsc.codegen.graph.lower import Lowering, RefusedError, element_type
 from atsc.codegen.graph.tensor import Buffer, Stored, Tensor, stored
 from atsc.codegen.tail import TensorType
 from atsc.codegen.tvm_kernels import tvm_kernel
@@ -27,12 +27,12 @@ def generated(g: Lowering, node: OnnxNode, inputs: list[Any]) -> tuple[Tensor | 
     """A rule for any operator of ai.onnx: one kernel, from buffers to buffers.
 
     Raises:
-        UnsupportedError: no generator makes it, or not rightly; it says why.
+        RefusedError: no generator makes it, or not rightly; it says why.
     """
     if node.domain:
-        raise UnsupportedError("no such operator here")
+        raise RefusedError("no such operator here")
     if node.op in _CONTROL_FLOW:
-        raise UnsupportedError("control flow is not compiled; export the model without it")
+        raise RefusedError("control flow is not compiled; export the model without it")
     constants = {
         place: content for place, x in enumerate(inputs) if (content := _baked(x)) is not None
     }
@@ -48,7 +48,7 @@ def generated(g: Lowering, node: OnnxNode, inputs: list[Any]) -> tuple[Tensor | 
         outputs = _output_types(proto, node.opset, types, constants)
         kernel = tvm_kernel(proto, node.opset, types, outputs, constants)
     except (CodegenError, TypeError, ValueError) as error:
-        raise UnsupportedError(str(error).split("): ", 1)[-1]) from error
+        raise RefusedError(str(error).split("): ", 1)[-1]) from error
     sources = [
         g.store(x).buffer
         for place, x in enumerate(given)

@@ -9,7 +9,7 @@ import numpy as np
 
 from atsc.codegen.graph.elementwise import FLOATS, cast, elementwise
 from atsc.codegen.graph.kernels import product_call
-from atsc.codegen.graph.lower import Lowering, Rule, UnsupportedError
+from atsc.codegen.graph.lower import Lowering, RefusedError, Rule
 from atsc.codegen.graph.moves import padded, reshaped, transposed, unsqueezed
 from atsc.codegen.graph.reduce import binary, largest_of, mean_of, plus, reduced, total_of, unary
 from atsc.codegen.graph.tensor import Code, Index, Stored, Tensor, c_index, c_type, stored
@@ -45,7 +45,7 @@ def _batched(g: Lowering, x: Tensor, batches: int) -> Tensor:
 def _matmul(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
     left, right = x
     if left.rank == 0 or right.rank == 0:
-        raise UnsupportedError("a scalar operand")
+        raise RefusedError("a scalar operand")
     is_row, is_column = left.rank == 1, right.rank == 1
     if is_row:
         left = unsqueezed(g, left, [0])
@@ -64,7 +64,7 @@ def _gemm(g: Lowering, node: OnnxNode, x: list[Any]) -> Tensor:
     left, right = x[:2]
     bias = x[2] if len(x) > 2 else None
     if left.dtype not in FLOATS:
-        raise UnsupportedError(f"operands of type {left.dtype}")
+        raise RefusedError(f"operands of type {left.dtype}")
     left = transposed(left, [1, 0]) if node.attrs.get("transA", 0) else left
     right = transposed(right, [1, 0]) if node.attrs.get("transB", 0) else right
     result: Tensor = matrix_product(g, left, right)
@@ -106,7 +106,7 @@ def _einsum(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
         target = "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
     doubled = any(len(set(term)) < len(term) for term in terms)
     if "." in equation or len(x) > 2 or doubled:
-        raise UnsupportedError(f"equation {equation}")
+        raise RefusedError(f"equation {equation}")
     sizes: dict[str, Dim] = {}
     for term, operand in zip(terms, x, strict=True):
         for letter, size in zip(term, operand.shape, strict=True):
@@ -167,7 +167,7 @@ class Windows:
                 out = (size + (stride - 1)) // stride
                 whole = (out - 1) * stride + extent - size
                 if whole.constant is None:
-                    raise UnsupportedError(f"auto_pad {auto} of an image of unknown size")
+                    raise RefusedError(f"auto_pad {auto} of an image of unknown size")
                 whole = Dim.of(max(whole.constant, 0))
                 half = whole // 2
                 upper = auto == "SAME_UPPER"
@@ -178,13 +178,13 @@ class Windows:
             out = (span + (stride - 1 if ceil else 0)) // stride + 1
             if ceil:
                 if out.constant is None or size.constant is None:
-                    raise UnsupportedError("ceil_mode with an image of unknown size")
+                    raise RefusedError("ceil_mode with an image of unknown size")
                 # A window may not begin in the padding after the image.
                 begin = (out - 1) * stride - self.before[axis]
                 if begin.constant is not None and begin.constant >= size.constant:
                     out = out - 1
             if out.constant is not None and out.constant <= 0:
-                raise UnsupportedError("a window larger than the padded image")
+                raise RefusedError("a window larger than the padded image")
             self.outputs.append(out)
 
     def places(self, code: Code, at: Index, k: Index) -> tuple[list[str], str]:
@@ -217,7 +217,7 @@ def _conv(g: Lowering, node: OnnxNode, x: list[Any]) -> Tensor:
     image, weight = x[:2]
     kernel = [_number(size, "the kernel") for size in weight.shape[2:]]
     if image.rank < 3:
-        raise UnsupportedError(f"an image of {image.rank} dimensions")
+        raise RefusedError(f"an image of {image.rank} dimensions")
     windows = Windows(node, image, kernel)
     return _convolution(
         g, g.cheap(image), weight, windows, node.attrs.get("group", 1), _bias(x), "0"
@@ -230,7 +230,7 @@ def _bias(x: list[Any]) -> Tensor | None:
 
 def _number(size: Dim, what: str) -> int:
     if size.constant is None:
-        raise UnsupportedError(f"{what} has size {size}, which must be a constant")
+        raise RefusedError(f"{what} has size {size}, which must be a constant")
     return size.constant
 
 
@@ -296,7 +296,7 @@ def _conv_integer(g: Lowering, node: OnnxNode, x: list[Any]) -> Tensor:
 
 def _max_pool(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
     if len(node.outputs) > 1 and node.outputs[1]:
-        raise UnsupportedError("the output Indices")
+        raise RefusedError("the output Indices")
     windows = Windows(node, x[0], node.attrs["kernel_shape"])
     image = g.cheap(x[0])
     lowest = "-__builtin_inf()"

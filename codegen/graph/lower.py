@@ -7,7 +7,6 @@ run time tells, become `Check`s.
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,13 +29,15 @@ from atsc.codegen.graph.tensor import (
 )
 from atsc.codegen.tail import ELEMENT_BYTES, ElementType
 from atsc.compiler.dims import Dim
-from atsc.compiler.errors import ModelError
+from atsc.compiler.errors import ModelError, UnsupportedError
 from atsc.compiler.tensor_graph import Constant, GraphInput, OnnxNode, TensorGraph
 
 Inputs = Sequence[Tensor | None]
 Rule = Callable[["Lowering", OnnxNode, list[Any]], "Tensor | tuple[Tensor | None, ...]"]
 _MOST_LITERAL_ELEMENTS = 4096
 _SHAPE_READERS = ("Shape", "Size")
+_MALFORMED = (AttributeError, IndexError, KeyError, TypeError, ValueError)
+"""What rules meet where inputs or attributes are missing, or of other kinds than they must be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +68,8 @@ class Program:
         return tuple(buffer for buffer in made if buffer not in given)
 
 
-class UnsupportedError(ModelError):
-    """An operator, type or attribute that no rule covers; raised by rules."""
+class RefusedError(ModelError):
+    """An operator, type or attribute that a rule does not cover."""
 
 
 class Lowering:
@@ -94,7 +95,7 @@ class Lowering:
         if name not in self._values and name in self.graph.constants:
             self._values[name] = self._constant(name, self.graph.constants[name])
         if (found := self._values.get(name)) is None:
-            raise UnsupportedError(f"its input {name} is not made by any node")
+            raise RefusedError(f"its input {name} is not made by any node")
         return found
 
     def bind_input(self, given: GraphInput) -> Buffer:
@@ -110,11 +111,11 @@ class Lowering:
         results = made if isinstance(made, tuple) else (made,)
         wanted = [place for place, name in enumerate(node.outputs) if name]
         if wanted and wanted[-1] >= len(results):
-            raise UnsupportedError(f"its output {node.outputs[wanted[-1]]} is not supported")
+            raise RefusedError(f"its output {node.outputs[wanted[-1]]} is not supported")
         for place in wanted:
             name, tensor = node.outputs[place], results[place]
             if tensor is None:
-                raise UnsupportedError(f"its output {name} is not supported")
+                raise RefusedError(f"its output {name} is not supported")
             if tensor.known is None and self._uses[name] > 1 and tensor.cost > 1:
                 tensor = self.store(tensor)
             self._values[name] = tensor
@@ -161,12 +162,12 @@ class Lowering:
         """Two sizes that must be equal; the simpler of them.
 
         Raises:
-            UnsupportedError: they never are.
+            RefusedError: they never are.
         """
         if left == right:
             return left
         if left.constant is not None and right.constant is not None:
-            raise UnsupportedError(f"{what}: {left} and {right} differ")
+            raise RefusedError(f"{what}: {left} and {right} differ")
         self.checks.setdefault((left, right), Check(left, right, f"{self.node}: {what}"))
         return right if right.constant is not None else left
 
@@ -187,10 +188,10 @@ class Lowering:
         """The content of a tensor of sizes.
 
         Raises:
-            UnsupportedError: it depends on more than the shapes of inputs.
+            RefusedError: it depends on more than the shapes of inputs.
         """
         if tensor.known is None:
-            raise UnsupportedError(
+            raise RefusedError(
                 f"{what} depends on data; export the model with it as a constant, or computed from "
                 "shapes"
             )
@@ -201,7 +202,7 @@ class Lowering:
         found = []
         for dim in self.dims(tensor, what):
             if dim.constant is None:
-                raise UnsupportedError(f"{what} depends on the inputs' sizes ({dim})")
+                raise RefusedError(f"{what} depends on the inputs' sizes ({dim})")
             found.append(dim.constant)
         return found
 
@@ -213,7 +214,7 @@ class Lowering:
             return self.constants[tensor.buffer].read()
         if tensor.known is not None and all(d.constant is not None for d in tensor.known.flat):
             return np.array([d.constant for d in tensor.known.flat]).reshape(tensor.known.shape)
-        raise UnsupportedError(f"{what} must be a constant")
+        raise RefusedError(f"{what} must be a constant")
 
 
 def aligned(tensor: Tensor, index: Index) -> list[str]:
@@ -226,10 +227,10 @@ def element_type(name: str) -> ElementType:
     """A type's name, checked.
 
     Raises:
-        UnsupportedError: kernels have no such elements.
+        RefusedError: kernels have no such elements.
     """
     if name not in ELEMENT_BYTES:
-        raise UnsupportedError(f"elements of type {name} are not supported")
+        raise RefusedError(f"elements of type {name} are not supported")
     return name
 
 
@@ -244,11 +245,11 @@ def lower(
         fallback: takes the nodes that have no rule.
 
     Raises:
-        ModelError: what no rule covers, all such nodes in one message.
+        UnsupportedError: what no rule covers, all such nodes in one message.
     """
     g = Lowering(graph, rules)
     inputs = tuple(g.bind_input(given) for given in graph.inputs)
-    problems: list[str] = []
+    problems: list[tuple[OnnxNode, str]] = []
     broken: set[str] = set()
     for node in graph.nodes:
         if broken & set(node.inputs):
@@ -257,49 +258,63 @@ def lower(
         try:
             rule = rules.get((node.domain, node.op), fallback)
             if rule is None:
-                raise UnsupportedError("no such operator here")
+                raise RefusedError("no such operator here")
             g.run(node, rule)
-        except (UnsupportedError, ZeroDivisionError) as error:
-            problems.append(f"{node}: {error}")
+        except (RefusedError, ZeroDivisionError) as error:
+            problems.append((node, str(error)))
+            broken.update(node.outputs)
+        except _MALFORMED as error:
+            problems.append((node, f"not as ONNX says it must be ({error!r})"))
             broken.update(node.outputs)
     if problems:
-        raise ModelError(f"{graph.name}: cannot compile {'; '.join(problems)}")
-    outputs = tuple(_output(g, name) for name in graph.outputs)
+        raise _unsupported(graph, problems)
+    outputs = _outputs(g)
     calls, checks = _needed(g.calls, outputs), tuple(g.checks.values())
     used = {buffer for call in calls for buffer in call.inputs}
     constants = {buffer: c for buffer, c in g.constants.items() if buffer in used}
     return Program(inputs, outputs, constants, calls, checks)
 
 
-def _output(g: Lowering, name: str) -> Buffer:
-    """An output of the graph in a buffer of its own, into which its kernel writes if it can."""
-    g.node = next((node.name for node in g.graph.nodes if name in node.outputs), name)
-    tensor = g.value(name)
-    assert tensor is not None
-    target = Buffer(name, tensor.dtype, tensor.shape)
-    if isinstance(tensor, Stored):
-        makers = [place for place, call in enumerate(g.calls) if tensor.buffer in call.outputs]
-        taken = {output for call in g.calls for output in call.outputs if output.name == name}
-        is_output = any(tensor.buffer.name == other for other in g.graph.outputs)
-        if makers and not taken and not is_output:
-            swap = functools.partial(_swap, old=tensor.buffer, new=target)
-            g.calls = [
-                replace(call, inputs=swap(call.inputs), outputs=swap(call.outputs))
-                for call in g.calls
-            ]
-            g._values = {
-                other: stored(target, value.shape)
-                if isinstance(value, Stored) and value.buffer is tensor.buffer
-                else value
-                for other, value in g._values.items()
-            }
-            return target
-    g.calls.append(map_call(g.node, tensor, target))
-    return target
+def _unsupported(graph: TensorGraph, problems: Sequence[tuple[OnnxNode, str]]) -> UnsupportedError:
+    text = "; ".join(f"{node}: {reason}" for node, reason in problems)
+    nodes: list[dict[str, str | int | None]] = [
+        {
+            "node": node.name,
+            "operator": f"{node.op} ({node.domain or 'ai.onnx'})",
+            "opset": node.opset,
+            "reason": reason,
+        }
+        for node, reason in problems
+    ]
+    return UnsupportedError(f"{graph.name}: cannot compile {text}", nodes)
 
 
-def _swap(buffers: tuple[Buffer, ...], old: Buffer, new: Buffer) -> tuple[Buffer, ...]:
-    return tuple(new if buffer is old else buffer for buffer in buffers)
+def _outputs(g: Lowering) -> tuple[Buffer, ...]:
+    """Each output of the graph in a buffer of its own, into which its kernel writes if it can."""
+    makers = {node_output: node.name for node in g.graph.nodes for node_output in node.outputs}
+    made = {buffer for call in g.calls for buffer in call.outputs}
+    targets: dict[Buffer, Buffer] = {}
+    outputs = []
+    for name in g.graph.outputs:
+        g.node = makers.get(name, name)
+        tensor = g.value(name)
+        assert tensor is not None
+        target = Buffer(name, tensor.dtype, tensor.shape)
+        outputs.append(target)
+        if isinstance(tensor, Stored) and tensor.buffer in made and tensor.buffer not in targets:
+            targets[tensor.buffer] = target
+        else:
+            g.calls.append(map_call(g.node, tensor, target))
+    # At the end, since calls of other outputs may read what these write.
+    g.calls = [
+        replace(
+            call,
+            inputs=tuple(targets.get(buffer, buffer) for buffer in call.inputs),
+            outputs=tuple(targets.get(buffer, buffer) for buffer in call.outputs),
+        )
+        for call in g.calls
+    ]
+    return tuple(outputs)
 
 
 def _needed(calls: list[Call], outputs: tuple[Buffer, ...]) -> tuple[Call, ...]:
@@ -313,4 +328,4 @@ def _needed(calls: list[Call], outputs: tuple[Buffer, ...]) -> tuple[Call, ...]:
     return tuple(reversed(kept))
 
 
-__all__ = ["Check", "Code", "Lowering", "Program", "Rule", "UnsupportedError", "aligned", "lower"]
+__all__ = ["Check", "Code", "Lowering", "Program", "RefusedError", "Rule", "aligned", "lower"]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from atsc.codegen.graph.elementwise import both_known, cast, elementwise, onnx_type
-from atsc.codegen.graph.lower import Lowering, Rule, UnsupportedError, aligned
+from atsc.codegen.graph.lower import Lowering, RefusedError, Rule, aligned
 from atsc.codegen.graph.tensor import (
     Code,
     Index,
@@ -25,7 +25,7 @@ from atsc.compiler.tensor_graph import OnnxNode
 def axis_of(number: int, rank: int) -> int:
     """An axis counted from the start."""
     if not -rank <= number < max(rank, 1):
-        raise UnsupportedError(f"axis {number} of a tensor of {rank} dimensions")
+        raise RefusedError(f"axis {number} of a tensor of {rank} dimensions")
     return number + rank if number < 0 else number
 
 
@@ -66,12 +66,12 @@ def _reshape(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
     for axis, size in enumerate(wanted):
         if size.constant == 0 and not keeps_zero:
             if axis >= x[0].rank:
-                raise UnsupportedError(f"shape {axis} is 0 beyond the input's dimensions")
+                raise RefusedError(f"shape {axis} is 0 beyond the input's dimensions")
             size = x[0].shape[axis]
         shape.append(size)
     unknown = [axis for axis, size in enumerate(shape) if size.constant == -1]
     if len(unknown) > 1:
-        raise UnsupportedError("a shape with more than one -1")
+        raise RefusedError("a shape with more than one -1")
     for axis in unknown:
         rest = product(size for place, size in enumerate(shape) if place != axis)
         shape[axis] = x[0].size // rest if rest.constant != 0 else Dim.of(0)
@@ -110,7 +110,7 @@ def unsqueezed(g: Lowering, x: Tensor, axes: list[int]) -> Tensor:
 def _unsqueeze(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
     axes = axes_of(g, node, x)
     if axes is None:
-        raise UnsupportedError("no axes")
+        raise RefusedError("no axes")
     return unsqueezed(g, x[0], axes)
 
 
@@ -170,7 +170,7 @@ def _range(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
         return g.array(np.arange(begin, end, step, dtype=dtype))
     begin_dim, end_dim, step_dim = (g.dims(v, "a limit of Range")[0] for v in x)
     if step_dim.constant is None or step_dim.constant <= 0:
-        raise UnsupportedError(f"a step of {step_dim}")
+        raise RefusedError(f"a step of {step_dim}")
     count = largest((end_dim - begin_dim + (step_dim - 1)) // step_dim, 0)
     if begin_dim.constant == 0 and step_dim.constant == 1:
         count = end_dim  # a size
@@ -198,7 +198,7 @@ def _gather(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
     if size is not None and given is not None and given.size:
         least, most = int(given.min()), int(given.max())
         if least < -size or most >= size:
-            raise UnsupportedError(f"an index beyond the {size} of axis {axis}")
+            raise RefusedError(f"an index beyond the {size} of axis {axis}")
     if indices.literal is not None and indices.literal.size == 1:
         number = int(indices.literal.item())
         fixed = f"{number}" if number >= 0 else f"({{}} - {-number})"
@@ -233,7 +233,7 @@ def _gather_nd(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
     data, indices = x[0], g.cheap(x[1])
     batch, depth = node.attrs.get("batch_dims", 0), indices.shape[-1].constant
     if depth is None:
-        raise UnsupportedError("an index of unknown length")
+        raise RefusedError("an index of unknown length")
     end = indices.rank - 1
 
     def at(code: Code, index: Index) -> str:
@@ -447,7 +447,7 @@ def _pad(g: Lowering, node: OnnxNode, x: list[Any]) -> Tensor:
             size = data.shape[axis].constant
             most = [before[axis].constant, after[axis].constant]
             if size is None or None in most or max(most) >= size:  # type: ignore[type-var]
-                raise UnsupportedError("reflect pads that may be longer than the axis")
+                raise RefusedError("reflect pads that may be longer than the axis")
     return padded(g, data, before, after, fill, mode)
 
 
@@ -504,7 +504,7 @@ def _depth_to_space(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
 def _space_to_depth(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
     block = node.attrs["blocksize"]
     if node.attrs.get("mode", "DCR") != "DCR":
-        raise UnsupportedError(f"mode {node.attrs['mode']}")
+        raise RefusedError(f"mode {node.attrs['mode']}")
     n, c, h, w = x[0].shape
     step = Dim.of(block)
     split = (n, c, h // block, step, w // block, step)
@@ -540,7 +540,7 @@ def _scatter(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
         "max": "larger<{kind}>({0}, {1})",
     }  # fmt: skip
     if data.dtype in ("float16", "bfloat16") and reduction != "none":
-        raise UnsupportedError(f"reduction {reduction} of {data.dtype}")
+        raise RefusedError(f"reduction {reduction} of {data.dtype}")
     copied, target = g.store(data), g.buffer(data.dtype, data.shape)
     code = Code()
     all_data = Tensor(data.dtype, (data.size,), stored(copied.buffer, (data.size,)).at)
@@ -556,7 +556,7 @@ def _scatter(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
         if node.op == "ScatterND":
             depth, end = indices.shape[-1].constant, indices.rank - 1
             if depth is None:
-                raise UnsupportedError("an index of unknown length")
+                raise RefusedError("an index of unknown length")
             places = [
                 code.checked(indices.at(code, [*own[:end], str(k)]), data.shape[k])
                 for k in range(depth)

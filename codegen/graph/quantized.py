@@ -12,7 +12,7 @@ import numpy as np
 
 from atsc.codegen.graph.elementwise import FLOATS, cast, elementwise, onnx_type
 from atsc.codegen.graph.linear import matrix_product
-from atsc.codegen.graph.lower import Lowering, Rule, UnsupportedError
+from atsc.codegen.graph.lower import Lowering, RefusedError, Rule
 from atsc.codegen.graph.moves import axis_of, unsqueezed
 from atsc.codegen.graph.reduce import binary
 from atsc.codegen.graph.tensor import Code, Index, Tensor, c_type
@@ -35,7 +35,7 @@ def _along(g: Lowering, node: OnnxNode, data: Tensor, given: Tensor | None) -> T
     if given.rank == 1 and not block:
         g.agree(given.shape[0], data.shape[axis], "scales along the axis")
     elif given.rank != data.rank or not block:
-        raise UnsupportedError("scales of another rank without a block_size")
+        raise RefusedError("scales of another rank without a block_size")
 
     def at(code: Code, index: Index) -> str:
         if not block:
@@ -66,9 +66,9 @@ def _quantize(g: Lowering, node: OnnxNode, x: list[Any]) -> Tensor:
         number = int(node.attrs.get("output_dtype", 0))
         dtype = onnx_type(number) if number else "uint8"
     if dtype not in _QUANTISED or data.dtype not in ("float32", "float16", "bfloat16", "int32"):
-        raise UnsupportedError(f"{data.dtype} to {dtype}")
+        raise RefusedError(f"{data.dtype} to {dtype}")
     if node.attrs.get("precision", 0) not in (0, 1) and data.dtype != "float32":
-        raise UnsupportedError(f"precision {node.attrs['precision']}")
+        raise RefusedError(f"precision {node.attrs['precision']}")
     scale, zero = (_along(g, node, data, v) for v in (x[1], given_zero))
     assert scale is not None
     real = cast(g, data, "float32") if data.dtype == "int32" else data
@@ -92,7 +92,7 @@ def _dequantize(g: Lowering, node: OnnxNode, x: list[Any]) -> Tensor:
     number = int(node.attrs.get("output_dtype", 0))
     dtype = onnx_type(number) if number else scale.dtype
     if data.dtype not in (*_QUANTISED, "int32") or scale.dtype not in FLOATS:
-        raise UnsupportedError(f"{data.dtype} by {scale.dtype}")
+        raise RefusedError(f"{data.dtype} by {scale.dtype}")
     whole = cast(g, data, "int32")
     if zero is not None:
         whole = elementwise(g, [whole, cast(g, zero, "int32")], "int32", lambda a, b: f"{a} - {b}")
@@ -103,7 +103,7 @@ def _q_linear_matmul(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
     """Integer product, then one scale: a_scale * b_scale / y_scale."""
     a, a_scale, a_zero, b, b_scale, b_zero, y_scale, y_zero = x
     if y_zero.dtype not in ("int8", "uint8") or min(a.rank, b.rank) < 2:
-        raise UnsupportedError(f"{y_zero.dtype} of operands with {a.rank} and {b.rank} dimensions")
+        raise RefusedError(f"{y_zero.dtype} of operands with {a.rank} and {b.rank} dimensions")
     left = _centred(g, a, a_zero, -1)
     right = _centred(g, b, b_zero, -2)
     total = matrix_product(g, left, right)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from atsc.codegen.graph.kernels import raw_call
-from atsc.codegen.graph.lower import Lowering, Rule, UnsupportedError
+from atsc.codegen.graph.lower import Lowering, RefusedError, Rule
 from atsc.codegen.graph.moves import reshaped, sliced, transposed
 from atsc.codegen.graph.tensor import Code, Stored, Tensor, c_index, c_type, linear, stored
 from atsc.compiler.dims import Dim
@@ -50,10 +50,10 @@ def _cell(g: Lowering, node: OnnxNode, x: list[Any]) -> _Cell:
     names = tuple(attrs.get("activations", _DEFAULTS[node.op] * count))
     unknown = [name for name in names if name not in _FUNCTIONS]
     if unknown or "activation_alpha" in attrs:
-        raise UnsupportedError(f"activation {unknown[0] if unknown else names[0]} with parameters")
+        raise RefusedError(f"activation {unknown[0] if unknown else names[0]} with parameters")
     data = given[0]
     if data.dtype not in ("float32", "float64"):
-        raise UnsupportedError(f"elements of type {data.dtype}")
+        raise RefusedError(f"elements of type {data.dtype}")
     if attrs.get("layout", 0):
         data = g.store(transposed(data, [1, 0, 2]))
         for place in (5, 6):

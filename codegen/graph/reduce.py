@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from atsc.codegen.graph.elementwise import FLOATS, cast, elementwise
-from atsc.codegen.graph.lower import Lowering, Rule, UnsupportedError
+from atsc.codegen.graph.lower import Lowering, RefusedError, Rule
 from atsc.codegen.graph.moves import axes_of, axis_of, reshaped
 from atsc.codegen.graph.tensor import DEAR, Code, Index, Tensor, c_index, c_type, known_tensor
 from atsc.codegen.tail import ElementType
@@ -205,7 +205,7 @@ def _softmax(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
     shifted = binary(g, data, top, "{0} - {1}")
     power = unary(g, shifted, "atsc::graph::exp({0})", 8)
     if node.op == "Hardmax":
-        raise UnsupportedError("Hardmax")
+        raise RefusedError("Hardmax")
     if node.op == "LogSoftmax":
         total = unary(g, total_of(g, power, axes), "__builtin_log{f}({0})", 16)
         return binary(g, shifted, g.store(total), "{0} - {1}")
@@ -254,7 +254,7 @@ def _per_channel(g: Lowering, x: Tensor, rank: int) -> Tensor:
 
 def _batch_norm(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
     if node.attrs.get("training_mode", 0) or len(node.outputs) > 1:
-        raise UnsupportedError("training mode")
+        raise RefusedError("training mode")
     data, dtype = _wide(g, x[0]), x[0].dtype
     assert data is not None
     scale, bias, mean, variance = (

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atsc.codegen.graph.elementwise import FLOATS
-from atsc.codegen.graph.lower import Lowering, Rule, UnsupportedError
+from atsc.codegen.graph.lower import Lowering, RefusedError, Rule
 from atsc.codegen.graph.moves import axis_of
 from atsc.codegen.graph.tensor import DEAR, Code, Index, Tensor, c_index, c_type
 from atsc.compiler.dims import Dim
@@ -38,7 +38,7 @@ def _resize(g: Lowering, node: OnnxNode, x: list[Any]) -> Tensor:
     image: Tensor = x[0]
     mode = node.attrs.get("mode", "nearest")
     if mode != "nearest" and image.dtype not in FLOATS:
-        raise UnsupportedError(f"mode {mode} of {image.dtype}")
+        raise RefusedError(f"mode {mode} of {image.dtype}")
     axes, plan = _plan(g, node, x)
     for axis, change in zip(axes, plan, strict=True):
         plain = change.out_size == change.size and change.scale == 1
@@ -78,7 +78,7 @@ def _plan(g: Lowering, node: OnnxNode, x: list[Any]) -> tuple[list[int], list[_A
         factors = [float(f) for f in g.content(scales, "scales").reshape(-1)]
     wanted = g.dims(sizes, "sizes") if factors is None and sizes is not None else None
     if (factors is None) == (wanted is None) or len(factors or wanted or ()) != count:
-        raise UnsupportedError("neither scales nor sizes for its axes")
+        raise RefusedError("neither scales nor sizes for its axes")
     regions = [(0.0, 1.0)] * count
     if _attr(node, "coordinate_transformation_mode") == "tf_crop_and_resize":
         given = g.content(roi, "roi").reshape(-1).astype(np.float64)
@@ -90,7 +90,7 @@ def _plan(g: Lowering, node: OnnxNode, x: list[Any]) -> tuple[list[int], list[_A
         if size.constant is None and unchanged and regions[place] == (0.0, 1.0):
             plan.append(_Axis(0, 1.0, 0))
         elif size.constant is None:
-            raise UnsupportedError(f"the size of axis {axis}, which it changes, is open")
+            raise RefusedError(f"the size of axis {axis}, which it changes, is open")
         elif factors is not None:
             out = math.floor(size.constant * factors[place])
             plan.append(_Axis(size.constant, factors[place], out, regions[place]))
@@ -169,7 +169,7 @@ def _positions(node: OnnxNode, change: _Axis) -> _Floats:
             step = (end - start) * (size - 1) / (resized - 1)
             return start * (size - 1) + x * step
         return x * 0 + (start + end) * (size - 1) / 2
-    raise UnsupportedError(f"coordinate_transformation_mode {mode}")
+    raise RefusedError(f"coordinate_transformation_mode {mode}")
 
 
 def _nearest(mode: str, at_source: _Floats) -> NDArray[np.int64]:
@@ -182,7 +182,7 @@ def _nearest(mode: str, at_source: _Floats) -> NDArray[np.int64]:
     elif mode == "ceil":
         nearest = np.ceil(at_source)
     else:
-        raise UnsupportedError(f"nearest_mode {mode}")
+        raise RefusedError(f"nearest_mode {mode}")
     return nearest.astype(np.int64)
 
 
@@ -191,7 +191,7 @@ def _taps(
 ) -> tuple[NDArray[np.int64], _Floats]:
     """Source elements and weights, one row an element of the result."""
     if mode not in ("linear", "cubic"):
-        raise UnsupportedError(f"mode {mode}")
+        raise RefusedError(f"mode {mode}")
     reach = 1 if mode == "linear" else 2
     # Shrinking with antialias widens the kernel until it covers what is left out.
     narrow = min(scale, 1.0) if _attr(node, "antialias") else 1.0

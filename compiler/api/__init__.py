@@ -20,6 +20,7 @@ from atsc.compiler.errors import (
     DeviceError,
     ModelError,
     PlanError,
+    UnsupportedError,
     UsageError,
 )
 
@@ -37,6 +38,7 @@ __all__ = [
     "DeviceError",
     "ModelError",
     "PlanError",
+    "UnsupportedError",
     "UsageError",
     "__version__",
     "compile",

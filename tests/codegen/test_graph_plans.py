@@ -225,3 +225,30 @@ def test_every_unsupported_node_is_named_at_once(compiled: Compile) -> None:
     )
     with pytest.raises(atsc.ModelError, match=r"first \(NonZero .*second \(Unknown of own 1\)"):
         compiled(model)
+
+
+def test_outputs_that_share_their_memory(compiled: Compile) -> None:
+    """One output is stored, another a view of it, a third the same again, a fourth an input."""
+    nodes = [
+        helper.make_node("MatMul", ["x", "x"], ["p"]),
+        helper.make_node("Transpose", ["p"], ["t"]),
+        helper.make_node("Reshape", ["p", "flat"], ["f"]),
+        helper.make_node("Identity", ["x"], ["same"]),
+        helper.make_node("Shape", ["x"], ["sizes"]),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "shared",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", "n"])],
+        [onnx.ValueInfoProto(name=name) for name in ("p", "t", "f", "same", "sizes")],
+        [numpy_helper.from_array(np.array([-1]), "flat")],
+    )
+    x = np.random.default_rng(5).standard_normal((5, 5)).astype(np.float32)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    with compiled(model) as plan:
+        found = plan.run({"x": x})
+    np.testing.assert_allclose(found["p"], x @ x, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(found["t"], found["p"].T)
+    np.testing.assert_array_equal(found["f"], found["p"].reshape(-1))
+    np.testing.assert_array_equal(found["same"], x)
+    assert found["sizes"].tolist() == [5, 5]
