@@ -136,16 +136,21 @@ class VirtualExecutable final : public Executable {
       : Executable(device, list),
         gpu_(device),
         is_graph_(mode == BuildMode::kGraph),
+        device_bytes_(is_graph_ ? device.options_.graph_bytes : 0),
         points_(static_cast<size_t>(list.num_points())) {
     for (const Command& command : list.commands()) {
       const Branch branch = mode == BuildMode::kSynchronous ? Branch::kCompute : command.branch;
       branches_[static_cast<int>(branch)].push_back(command);
     }
+    gpu_.charge(Device::Use::kExecutables, device_bytes_, "rounds");
   }
-  ~VirtualExecutable() override { finish(); }
+  ~VirtualExecutable() override {
+    finish();
+    gpu_.refund(Device::Use::kExecutables, device_bytes_);
+  }
 
   bool is_graph() const override { return is_graph_; }
-  uint64_t device_bytes() const override { return 0; }
+  uint64_t device_bytes() const override { return device_bytes_; }
 
   bool done() override {
     const std::lock_guard lock(gpu_.mutex_);
@@ -248,6 +253,7 @@ class VirtualExecutable final : public Executable {
 
   VirtualGpu& gpu_;
   const bool is_graph_;
+  const uint64_t device_bytes_;
   std::vector<Command> branches_[kNumBranches];
   std::vector<bool> points_;
   int running_ = 0;  // branches

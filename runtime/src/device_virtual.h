@@ -19,6 +19,7 @@ namespace atsc {
 struct VirtualOptions {
   uint64_t budget_bytes = 64 << 20;
   uint64_t context_bytes = 0;           // counted as if a driver held it
+  uint64_t graph_bytes = 0;             // counted for each graph
   uint64_t pinnable_bytes = ~0ull;      // the system refuses to pin more
   uint32_t isa_levels = 1;              // bit i: kernels of level i may be used
   bool has_graphs = true;               // false: rounds are launches, as on a poor driver

@@ -123,18 +123,16 @@ void HybridExecutor::adopt_what_is_ready() {
     const auto known = std::ranges::find_if(prepared_, [&](const auto& round) {
       return round->place == order.place && round->shape == order.shape;
     });
-    if (known != prepared_.end()) {
-      std::swap(*known, result->round);
-      maker_.discard(std::move(result->round));
-    } else {
-      maker_.discard(std::move(result->round));
-    }
+    if (known != prepared_.end()) std::swap(*known, result->round);
+    maker_.discard(std::move(result->round));
   }
   if (!order.question) return;
-  const bool is_adopted = result->answer.is_worthwhile && !result->has_failed;
-  policy_.settle(*order.question, is_adopted ? &result->answer : nullptr,
-                 platform::now_ns() - begin_ns, result->taken_ns,
-                 result->has_failed ? kPauseAfterFailureNs : 0);
+  const int64_t now_ns = platform::now_ns();
+  if (result->has_failed) {
+    policy_.put_off(*order.question, now_ns + kPauseAfterFailureNs);
+  } else {
+    policy_.settle(*order.question, result->answer, {now_ns - begin_ns, result->taken_ns}, now_ns);
+  }
 }
 
 void HybridExecutor::look_at_speeds(const HybridRound& round) {
@@ -239,7 +237,7 @@ void HybridExecutor::take_stamps(const HybridRound& prepared) {
     record_.runs.push_back({begin == kNoStamp ? before : at(begin), at(round.end_stamps[run]),
                             steps.front().node, steps.back().node});
   }
-  int64_t before_ns = at(0);
+  int64_t before_ns = 0;
   for (const PromotionStamps& stamps : round.promotion_stamps) {
     const int64_t begin_ns = stamps.begin == kNoStamp ? before_ns : at(stamps.begin);
     const int64_t copied_ns = at(stamps.copied);

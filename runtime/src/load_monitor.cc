@@ -33,16 +33,18 @@ void Drift::observe(double ratio, int64_t now_ns) {
     far_.clear();
   }
   seen_ns_ = now_ns;
-  const double most = mean_ * (1 + threshold_), least = mean_ / (1 + threshold_);
-  if (ratio <= most && ratio >= least) {
-    far_.clear();
-  } else {
+  const double far = std::max(threshold_, kFarJitter * jitter_);
+  const double distance = std::abs(ratio / mean_ - 1);
+  jitter_ += (std::min(distance, 2 * threshold_) - jitter_) * kJitterRate;
+  const double most = mean_ * (1 + far), least = mean_ / (1 + far);
+  if (ratio > most || ratio < least) {
     if (!far_.empty() && (far_.front() > mean_) != (ratio > mean_)) far_.clear();
     far_.push_back(ratio);
-    if (far_.size() == kChangeCount) return begin_anew();
+    if (far_.size() == kChangeCount) begin_anew();
+    return;
   }
-  const double reach = 1 + 2 * threshold_;
-  mean_ += (std::clamp(ratio, mean_ / reach, mean_ * reach) - mean_) / (count_ + 1);
+  far_.clear();
+  mean_ += (ratio - mean_) / (count_ + 1);
   count_ = std::min(count_ + 1, kMostCount);
 }
 

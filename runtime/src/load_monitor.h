@@ -6,8 +6,9 @@
 // slowly, and are kept where a unit does not run at present, which then follows its side's drift.
 // Waits for copies are no time of the GPU's, and what the CPU loses beside copies is none of its own.
 //
-// A drift is a running mean. A sample that is far off counts little, for a round may be held up by
-// anything; four in a row on the same side are a change, and the mean begins anew with them. A drift
+// A drift is a running mean. A sample that is far off does not count, for a round may be held up by
+// anything; four in a row on the same side are a change, and the mean begins anew with them. What is
+// far follows from how much samples jitter, and is at least the threshold. A drift
 // that rounds have not shown for a while (no copies, no link) is forgotten, so that the plan's own time
 // is tried again: that is the probe. Where trying shows it is as it was, the next one comes later.
 //
@@ -35,6 +36,7 @@ class Drift {
 
   const double threshold_;
   double mean_ = 1;
+  double jitter_ = 0;         // mean distance of a sample, as a share
   int count_ = kFirstCount;
   std::vector<double> far_;  // latest samples, all above or all below
   int64_t seen_ns_ = 0;
@@ -43,6 +45,7 @@ class Drift {
   static constexpr int kFirstCount = 3;      // what the plan's times weigh, in rounds
   static constexpr int kMostCount = 9;       // the next sample weighs a tenth
   static constexpr size_t kChangeCount = 4;
+  static constexpr double kFarJitter = 3, kJitterRate = 0.05;
   static constexpr int64_t kMemoryNs = 10'000'000'000, kMostMemoryNs = 320'000'000'000;
 };
 

@@ -94,9 +94,10 @@ class Builder {
       if (promotion.not_before >= 0) {
         list().wait_for(Branch::kCopy, list().record(Branch::kCompute));
       }
+      const bool is_first = made_.promotion_stamps.empty();
       const bool may_wait = slot.freed != kNoPoint || promotion.not_before >= 0;
-      const int begin = may_wait ? next_stamp_++ : kNoStamp;
-      if (may_wait) list().stamp(Branch::kCopy, begin);
+      const int begin = is_first || may_wait ? next_stamp_++ : kNoStamp;
+      if (begin != kNoStamp) list().stamp(Branch::kCopy, begin);
       const UnitEntry& unit = plan_.units[promotion.unit];
       list().copy_to_device(Branch::kCopy, residency_.slot(promotion.slot),
                             residency_.weights() + unit.offset, unit.bytes);

@@ -42,6 +42,7 @@ TransferModel::TransferModel(const Plan& plan, const Residency& residency)
     chunk.cpu_ns += entry.prefill.cpu_ns;
     chunk.gpu_ns += entry.prefill.gpu_ns;
   }
+  pin_interleaved();
   has_times_ = token.cpu_ns > 0 && token.gpu_ns > 0;
   const auto ratio = [](int64_t of_chunk, int64_t of_token) {
     const auto most = static_cast<double>(std::max(of_chunk, of_token));
@@ -60,6 +61,7 @@ void TransferModel::describe(int index) {
   for (int node = unit.first_node; node < plan_.num_nodes; ++node) {
     const NodeEntry& entry = plan_.nodes[node];
     if (entry.unit != index) continue;
+    unit.last_node = node;
     const bool is_main = entry.layer >= 0 || reads_own_weights(share, entry);
     if (is_main || timed < 0) timed = node;
     unit.can_be_promoted |= entry.layer < 0 && share.has_kernels(node) &&
@@ -74,6 +76,20 @@ void TransferModel::describe(int index) {
     if (in.kind == OperandKind::kValue) {
       unit.input_bytes += static_cast<double>(plan_.values[in.index].bytes);
     }
+  }
+}
+
+// Promotions take the slots in turn. Where the nodes of two units alternate, both need a slot at a
+// time, so that a unit which may still hold the slot of a later one stays where it is.
+void TransferModel::pin_interleaved() {
+  std::vector<Unit*> units;
+  for (const int index : order_) {
+    Unit& unit = units_[static_cast<size_t>(index)];
+    if (unit.can_be_promoted) units.push_back(&unit);
+  }
+  const auto num_slots = static_cast<size_t>(residency_.num_slots());
+  for (size_t at = 0; at + num_slots < units.size(); ++at) {
+    if (units[at]->last_node > units[at + num_slots]->first_node) units[at]->can_be_promoted = false;
   }
 }
 

@@ -50,13 +50,14 @@ class TransferModel {
 
  private:
   struct Unit {
-    int first_node = -1;
+    int first_node = -1, last_node = -1;
     RowsOf rows = RowsOf::kTokens;
     bool on_device = false, can_be_promoted = false;
     double input_bytes = 0;  // of a whole chunk; those that other units made
   };
 
   void describe(int unit);
+  void pin_interleaved();
   std::vector<TransferUnit> units_of(const RoundShape& shape, const Speeds& speeds) const;
   TransferMachine machine(const Speeds& speeds) const;
   bool runs(int unit, const RoundShape& shape) const;

@@ -10,12 +10,20 @@ namespace atsc {
 namespace {
 
 constexpr size_t kMostAdopted = 16, kMostChanges = 1000;
+constexpr int kRoundsToConfirm = 20;
 
-std::string percent(const char* what, double assumed, double now) {
+// "CPU 38 % slower", "link 2.4 times as fast"
+std::string change_text(const char* what, double assumed, double now) {
   char text[48];
-  const double change = now > assumed ? now / assumed - 1 : assumed / now - 1;
-  std::snprintf(text, sizeof text, "%s %.0f %% %s", what, 100 * change,
-                now > assumed ? "slower" : "faster");
+  const bool is_slower = now > assumed;
+  const double factor = is_slower ? now / assumed : assumed / now;
+  if (factor < 2) {
+    std::snprintf(text, sizeof text, "%s %.0f %% %s", what, 100 * (factor - 1),
+                  is_slower ? "slower" : "faster");
+  } else {
+    std::snprintf(text, sizeof text, "%s %.1f times as %s", what, factor,
+                  is_slower ? "slow" : "fast");
+  }
   return text;
 }
 
@@ -27,8 +35,9 @@ TransferPolicy::TransferPolicy(const Plan& plan, const Residency& residency,
       residency_(residency),
       options_(options),
       model_(plan, residency),
-      chooses_(options.mode != TransferMode::kNone && model_.has_times() &&
-               residency.num_slots() > 0),
+      chooses_(options.choose_at_random ||
+               (options.mode != TransferMode::kNone && model_.has_times() &&
+                residency.num_slots() > 0)),
       monitors_{LoadMonitor(plan, model_, options.drift_threshold),
                 LoadMonitor(plan, model_, options.drift_threshold),
                 LoadMonitor(plan, model_, options.drift_threshold)} {}
@@ -68,11 +77,11 @@ TransferPolicy::Adopted& TransferPolicy::find_or_choose(const RoundShape& shape)
                             "the plan's own times"};
     const int64_t begin_ns = platform::now_ns();
     Answer answer = decide(question, scheduler_);
-    made.asked_ns = platform::now_ns();
+    const int64_t taken_ns = platform::now_ns() - begin_ns;
     bool& is_logged = is_first_logged_[class_of(shape) == 0 ? 0 : 1];
     if (answer.is_worthwhile) made.choice = answer.choice;
     if (answer.is_worthwhile && !is_logged) {
-      log(question, answer, made.asked_ns - begin_ns, 0);
+      log(question, answer, {.adoption_ns = taken_ns});
       is_logged = true;
     }
   }
@@ -97,7 +106,7 @@ std::string TransferPolicy::reason_for(const Drifts& assumed, const Drifts& now)
   const auto add = [&](const char* what, double before, double after) {
     if (!is_off(before, after)) return;
     if (!reason.empty()) reason += ", ";
-    reason += percent(what, before, after);
+    reason += change_text(what, before, after);
   };
   add("CPU", assumed.cpu, now.cpu);
   add("GPU", assumed.gpu, now.gpu);
@@ -110,18 +119,35 @@ std::optional<TransferPolicy::Question> TransferPolicy::due(const RoundShape& sh
   if (!chooses_ || options_.mode != TransferMode::kLoadAware) return std::nullopt;
   const LoadMonitor& monitor = monitors_[static_cast<size_t>(class_of(shape))];
   Adopted& adopted = find_or_choose(shape);
+  if (adopted.rounds_to_confirm > 1) --adopted.rounds_to_confirm;
   const auto least_ns = static_cast<double>(monitor.recent_round_ns()) * options_.reschedule_interval;
-  if (static_cast<double>(now_ns - adopted.asked_ns) < least_ns) return std::nullopt;
+  const bool is_early = static_cast<double>(now_ns - adopted.asked_ns) < least_ns;
+  if (is_early && !options_.choose_at_random) return std::nullopt;
   const Drifts drifts = monitor.drifts();
   std::string reason = reason_for(adopted.assumed, drifts);
-  if (reason.empty()) return std::nullopt;
+  if (options_.choose_at_random) reason = "at random";
+  if (!reason.empty()) {
+    adopted.reason = reason;
+    adopted.rounds_to_confirm = kRoundsToConfirm;
+  } else if (adopted.rounds_to_confirm == 1) {
+    reason = adopted.reason + ", measured for longer";
+    adopted.rounds_to_confirm = 0;
+  } else {
+    return std::nullopt;
+  }
   adopted.asked_ns = now_ns;
-  return Question{shape, num_versions_++, adopted.choice, monitor.speeds(), drifts, std::move(reason)};
+  return Question{shape, num_versions_++, adopted.choice, monitor.speeds(), drifts,
+                  std::move(reason)};
 }
 
 TransferPolicy::Answer TransferPolicy::decide(const Question& question,
                                               TransferScheduler& scheduler) const {
   Answer answer;
+  if (options_.choose_at_random) {
+    answer.choice = options_.choose_at_random(question.shape);
+    answer.is_worthwhile = true;
+    return answer;
+  }
   answer.before_ns = model_.predict(scheduler, question.shape, question.speeds, question.present);
   TransferSchedule found = model_.schedule(scheduler, question.shape, question.speeds);
   answer.choice = std::move(found.choice);
@@ -131,20 +157,24 @@ TransferPolicy::Answer TransferPolicy::decide(const Question& question,
   return answer;
 }
 
-void TransferPolicy::settle(const Question& question, const Answer* adopted, int64_t adoption_ns,
-                            int64_t build_ns, int64_t pause_ns) {
+void TransferPolicy::settle(const Question& question, const Answer& answer, const Cost& cost,
+                            int64_t now_ns) {
   const auto known = std::ranges::find(adopted_, question.shape, &Adopted::shape);
   if (known == adopted_.end()) return;
-  known->asked_ns = platform::now_ns() + pause_ns;
-  if (pause_ns == 0) known->assumed = question.drifts;
-  if (adopted == nullptr) return;
-  known->choice = adopted->choice;
+  known->asked_ns = now_ns;
+  known->assumed = question.drifts;
+  if (!answer.is_worthwhile) return;
+  known->choice = answer.choice;
   known->version = question.version;
-  log(question, *adopted, adoption_ns, build_ns);
+  log(question, answer, cost);
 }
 
-void TransferPolicy::log(const Question& question, const Answer& answer, int64_t adoption_ns,
-                         int64_t build_ns) {
+void TransferPolicy::put_off(const Question& question, int64_t until_ns) {
+  const auto known = std::ranges::find(adopted_, question.shape, &Adopted::shape);
+  if (known != adopted_.end()) known->asked_ns = until_ns;
+}
+
+void TransferPolicy::log(const Question& question, const Answer& answer, const Cost& cost) {
   atsc_change change{};
   change.when_ns = platform::now_ns();
   change.kind = class_of(question.shape) == 0 ? ATSC_ROUND_DECODE : ATSC_ROUND_PREFILL;
@@ -154,8 +184,8 @@ void TransferPolicy::log(const Question& question, const Answer& answer, int64_t
   }
   change.before_ns = answer.before_ns;
   change.after_ns = answer.after_ns;
-  change.adoption_ns = adoption_ns;
-  change.build_ns = build_ns;
+  change.adoption_ns = cost.adoption_ns;
+  change.build_ns = cost.build_ns;
   std::snprintf(change.reason, sizeof change.reason, "%s", question.reason.c_str());
   const std::lock_guard lock(mutex_);
   if (changes_.size() == kMostChanges) changes_.pop_front();

@@ -4,10 +4,11 @@
 // many, and of at least a quarter of a chunk; each has statistics of its own. It remembers the drifts
 // that it assumed. Where one of them is off by more than a threshold, and some rounds' time has
 // passed since the last look, the question is asked again. Asking is left to another thread, for it
-// takes as long as a small round. The answer is taken only if it promises a gain worth the trouble;
+// takes as long as a small round. A change is asked about as soon as it shows, and once more when it
+// has been measured for longer. The answer is taken only if it promises a gain worth the trouble;
 // either way, what is assumed from then on is what was asked with, so that nothing is asked twice.
 //
-//     rounds' thread    choice_of, observe, due, settle
+//     rounds' thread    choice_of, observe, due, settle, put_off
 //     any thread        decide, take_change
 //
 // Source: ATSInfer 4.4.3, Algorithm 3; what differs is in docs/scheduling.md.
@@ -16,6 +17,7 @@
 #include <array>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -33,6 +35,8 @@ struct TransferOptions {
   TransferMode mode = TransferMode::kLoadAware;
   double drift_threshold = 0.15;
   double reschedule_interval = 5;  // in times of a recent round
+  // For tests: chooses after every round instead of the scheduler. Two threads call it.
+  std::function<Choice(const RoundShape&)> choose_at_random = {};
 };
 
 // A better choice must promise at least this share of the round.
@@ -48,7 +52,9 @@ class TransferPolicy {
     Choice choice;
     int version = 0;             // no other choice has the same
     Drifts assumed = {};
-    int64_t asked_ns = 0;        // when it was last thought over
+    int64_t asked_ns = 0;        // when it was last thought over; 0: never
+    int rounds_to_confirm = 0;   // until it is asked once more; 0: it is not
+    std::string reason = {};     // of the latest question
     uint64_t last_used = 0;
   };
   const Adopted& choice_of(const RoundShape& shape);
@@ -73,9 +79,13 @@ class TransferPolicy {
   };
   Answer decide(const Question& question, TransferScheduler& scheduler) const;
 
-  // The end of a question. Without `adopted` the choice stays, and is not questioned for `pause_ns`.
-  void settle(const Question& question, const Answer* adopted, int64_t adoption_ns,
-              int64_t build_ns, int64_t pause_ns = 0);
+  struct Cost {
+    int64_t adoption_ns = 0, build_ns = 0;
+  };
+  // The end of a question: its answer is what rounds do from now on, if it is worthwhile.
+  void settle(const Question& question, const Answer& answer, const Cost& cost, int64_t now_ns);
+  // It could not be made; ask again later.
+  void put_off(const Question& question, int64_t until_ns);
 
   // The oldest that was not taken yet, without struct_size; when_ns 0: there is none.
   atsc_change take_change();
@@ -87,7 +97,7 @@ class TransferPolicy {
   Choice plain_choice(const RoundShape& shape) const;
   std::string reason_for(const Drifts& assumed, const Drifts& now) const;
   bool is_off(double assumed, double now) const;
-  void log(const Question& question, const Answer& answer, int64_t adoption_ns, int64_t build_ns);
+  void log(const Question& question, const Answer& answer, const Cost& cost);
 
   const Plan& plan_;
   const Residency& residency_;

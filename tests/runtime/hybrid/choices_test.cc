@@ -1,0 +1,230 @@
+// Rounds on host and device whose promotions change all the time: the same logits as the CPU's.
+//
+//     choices_test choices ROUNDS SEED FILE   random plans, placements, slots, choices
+//     choices_test no_memory ROUNDS SEED FILE two graphs do not fit: the first choice stays
+//     choices_test speeds ROUNDS SEED FILE    at most so many until choices follow the CPU's speed
+//
+// Prints "fine"; FILE is for the weights.
+#include "random_plan.h"
+
+namespace atsc::testing {
+namespace {
+
+// Promotes units that fit, each in a slot of its own choosing, copies sometimes held back.
+class RandomChooser {
+ public:
+  RandomChooser(const RandomPlan& made, const Placement& placement, uint64_t seed)
+      : made_(made), placement_(placement), random_(seed) {}
+
+  Choice operator()() {
+    const std::lock_guard lock(mutex_);
+    ++num_calls_;
+    const double share = between(random_, 0, 1.2);
+    Choice choice;
+    for (size_t unit = 0; unit < made_.units.size(); ++unit) {
+      const UnitEntry& entry = made_.units[unit];
+      if (entry.kind != UnitKind::kWeights || placement_.on_device[unit] ||
+          entry.bytes > placement_.slot_bytes || between(random_, 0, 1) > share) {
+        continue;
+      }
+      choice.push_back({static_cast<int>(unit), below(random_, placement_.num_slots), -1});
+    }
+    return choice;
+  }
+
+  int num_calls() {
+    const std::lock_guard lock(mutex_);
+    return num_calls_;
+  }
+
+ private:
+  const RandomPlan& made_;
+  const Placement& placement_;
+  std::mutex mutex_;
+  Random random_;
+  int num_calls_ = 0;
+};
+
+struct Tokens {
+  std::vector<int32_t> ids, rows;
+};
+
+Tokens draw_round(Random& random, int64_t room) {
+  const bool is_step = below(random, 4) > 0;
+  const auto count = is_step ? 1 : std::min<int64_t>(1 + below(random, kChunk), room);
+  Tokens drawn;
+  for (int64_t token = 0; token < count; ++token) drawn.ids.push_back(below(random, kVocab));
+  for (int32_t row = 0; row < count; ++row) {
+    if (is_step || below(random, 3) == 0) drawn.rows.push_back(row);
+  }
+  return drawn;
+}
+
+void run_round(Session& session, const Tokens& tokens,
+               const std::function<bool(const Round&)>& execute) {
+  session.run(execute, tokens.ids.data(), static_cast<int64_t>(tokens.ids.size()),
+              tokens.rows.data(), static_cast<int64_t>(tokens.rows.size()));
+}
+
+// Rounds of several sessions in turn, each beside one that the CPU computes alone.
+void compare(Setup& setup, HybridExecutor& hybrid, Random& random, int num_rounds) {
+  struct Pair {
+    SessionPlace* place;
+    std::unique_ptr<Session> ours, expected;
+  };
+  std::vector<Pair> pairs(static_cast<size_t>(setup.residency->num_places()));
+  const auto begin = [&](Pair& pair) {
+    pair.place = setup.residency->take_place();
+    pair.ours = std::make_unique<Session>(setup.plan, pair.place);
+    pair.expected = std::make_unique<Session>(setup.plan);
+  };
+  const auto end = [&](Pair& pair) {
+    hybrid.forget(*pair.place);
+    pair.ours.reset();
+    setup.residency->give_back(pair.place);
+  };
+  for (Pair& pair : pairs) begin(pair);
+  for (int round = 0; round < num_rounds; ++round) {
+    Pair& pair = pairs[static_cast<size_t>(below(random, static_cast<int>(pairs.size())))];
+    if (below(random, 40) == 0) {
+      end(pair);
+      begin(pair);
+    }
+    const int64_t room = kContext - pair.ours->position();
+    if (room < kChunk) {
+      const int64_t kept = below(random, kContext - kChunk);
+      pair.ours->rewind(kept);
+      pair.expected->rewind(kept);
+    }
+    const Tokens tokens = draw_round(random, kChunk);
+    run_round(*pair.expected, tokens, [&](const Round& r) { return setup.reference.run(r); });
+    run_round(*pair.ours, tokens, [&](const Round& r) { return hybrid.run(r, *pair.place); });
+    const size_t bytes = tokens.rows.size() * kVocab * sizeof(float);
+    EXPECT(std::memcmp(pair.ours->logits(), pair.expected->logits(), bytes) == 0);
+  }
+  for (Pair& pair : pairs) end(pair);
+}
+
+int count_changes(HybridExecutor& hybrid) {
+  int count = 0;
+  while (hybrid.take_change().when_ns != 0) ++count;
+  return count;
+}
+
+void test_choices(Random& random, const std::string& path, int num_rounds) {
+  constexpr int kRoundsOfPlan = 100;
+  int num_changes = 0, num_left = num_rounds;
+  for (; num_left > 0; num_left -= kRoundsOfPlan) {
+    const RandomPlan made(random, 1 + below(random, 5));
+    const Placement placement = random_placement(random, made, between(random, 0, 0.8));
+    VirtualOptions options;
+    options.has_graphs = below(random, 4) > 0;
+    options.link_bytes_per_s = below(random, 2) == 0 ? 0 : between(random, 50e6, 5e9);
+    Setup setup(made, path, placement, options, 1 + below(random, 3), 1 + below(random, 3));
+    RandomChooser chooser(made, placement, random());
+    TransferOptions transfer;
+    transfer.choose_at_random = [&](const RoundShape&) { return chooser(); };
+    HybridExecutor hybrid(setup.plan, *setup.residency, setup.executor, setup.pool, transfer);
+    compare(setup, hybrid, random, std::min(num_left, kRoundsOfPlan));
+    num_changes += count_changes(hybrid);
+  }
+  EXPECT(num_changes > num_rounds / 20);
+}
+
+void test_no_memory(Random& random, const std::string& path, int num_rounds) {
+  const RandomPlan made(random, 3);
+  Placement placement = random_placement(random, made, 0);
+  placement.on_device[1] = 1;  // so that there is always a graph
+  placement.slot_bytes = 1 << 20;
+  VirtualOptions options;
+  options.graph_bytes = 40 << 20;
+  Setup setup(made, path, placement, options, 2, 1);
+  RandomChooser chooser(made, placement, random());
+  TransferOptions transfer;
+  transfer.choose_at_random = [&](const RoundShape&) { return chooser(); };
+  HybridExecutor hybrid(setup.plan, *setup.residency, setup.executor, setup.pool, transfer);
+  SessionPlace* place = setup.residency->take_place();
+  Session ours(setup.plan, place), expected(setup.plan);
+  int32_t row = 0;
+  for (int32_t round = 0; round < num_rounds; ++round) {
+    if (ours.position() == kContext) {
+      ours.rewind(3);
+      expected.rewind(3);
+    }
+    const int32_t token = round % kVocab;
+    expected.run([&](const Round& r) { return setup.reference.run(r); }, &token, 1, &row, 1);
+    ours.run([&](const Round& r) { return hybrid.run(r, *place); }, &token, 1, &row, 1);
+    EXPECT(std::memcmp(ours.logits(), expected.logits(), kVocab * sizeof(float)) == 0);
+    EXPECT(setup.device->memory().executables == options.graph_bytes);
+  }
+  EXPECT(chooser.num_calls() > 1);
+  EXPECT(count_changes(hybrid) <= 1);  // the first choice
+}
+
+// A plan with made-up times: a unit takes 100 us on the CPU, and a tenth of that on the device. On
+// this machine all are far faster, and about alike: what counts is to wake up for them.
+RandomPlan plan_with_times(Random& random) {
+  RandomPlan made(random, 3);
+  for (UnitEntry& unit : made.units) {
+    unit.decode = unit.prefill = {100'000, 10'000};
+    unit.transfer_ns = 100'000;
+  }
+  return made;
+}
+
+// The CPU is far faster than planned, then far slower, then fast again.
+void test_speeds(Random& random, const std::string& path, int num_rounds) {
+  const RandomPlan made = plan_with_times(random);
+  Placement placement = random_placement(random, made, 0);
+  placement.on_device.assign(made.units.size(), 0);
+  placement.slot_bytes = 1 << 20;
+  VirtualOptions options;
+  options.link_bytes_per_s = 100e6;
+  Setup setup(made, path, placement, options, 1, 1);
+  HybridExecutor hybrid(setup.plan, *setup.residency, setup.executor, setup.pool);
+  SessionPlace* place = setup.residency->take_place();
+  Session ours(setup.plan, place), expected(setup.plan);
+  int num_promoted = 0, num_changes = 0;
+  const int32_t row = 0;
+  for (const double slowdown : {1, 2000, 1}) {
+    setup.device->set_host_slowdown(slowdown);
+    const auto is_as_wanted = [&] { return (num_promoted > 0) == (slowdown > 1); };
+    for (int32_t round = 0; round < num_rounds; ++round) {
+      if (ours.position() == kContext) {
+        ours.rewind(3);
+        expected.rewind(3);
+      }
+      const int32_t token = round % kVocab;
+      expected.run([&](const Round& r) { return setup.reference.run(r); }, &token, 1, &row, 1);
+      ours.run([&](const Round& r) { return hybrid.run(r, *place); }, &token, 1, &row, 1);
+      EXPECT(std::memcmp(ours.logits(), expected.logits(), kVocab * sizeof(float)) == 0);
+      for (atsc_change change = hybrid.take_change(); change.when_ns != 0;
+           change = hybrid.take_change()) {
+        num_promoted = change.num_promoted;
+        ++num_changes;
+        std::fprintf(stderr, "%s: %d promoted, %.2f ms -> %.2f ms, swap %.1f us, made in %.1f us\n",
+                     change.reason, change.num_promoted, static_cast<double>(change.before_ns) / 1e6,
+                     static_cast<double>(change.after_ns) / 1e6,
+                     static_cast<double>(change.adoption_ns) / 1e3,
+                     static_cast<double>(change.build_ns) / 1e3);
+      }
+      if (round > 40 && is_as_wanted()) break;
+    }
+    EXPECT(is_as_wanted());
+  }
+  EXPECT(num_changes >= 2);
+}
+
+}  // namespace
+}  // namespace atsc::testing
+
+int main(int argc, char** argv) {
+  if (argc != 5) return 64;
+  using namespace atsc::testing;
+  Random random(static_cast<uint64_t>(std::atoi(argv[3])));
+  const std::string name = argv[1];
+  if (name == "choices") test_choices(random, argv[4], std::atoi(argv[2]));
+  if (name == "speeds") test_speeds(random, argv[4], std::atoi(argv[2]));
+  if (name == "no_memory") test_no_memory(random, argv[4], std::atoi(argv[2]));
+  std::puts("fine");
+}

@@ -1,0 +1,321 @@
+// When promotions are chosen anew, on a clock of its own: rounds are played by rules that the policy
+// does not know the figures of.
+//
+//     policy_test change TRIALS SEED FILE    speeds change: two questions find a choice within 5 %
+//     policy_test noise MINUTES SEED FILE    speeds jitter by 10 %: no more than a change a minute
+//     policy_test probe TRIALS SEED FILE     a link that nobody uses has recovered: it is tried again
+//
+// Prints "fine"; FILE is for the weights.
+#include "random_plan.h"
+#include "transfer_policy.h"
+
+namespace atsc::testing {
+namespace {
+
+// Times of a unit as compilation found them; a layer's link takes about as long as its CPU.
+RandomPlan plan_with_times(Random& random) {
+  RandomPlan made(random, 6 + below(random, 6));
+  for (UnitEntry& unit : made.units) {
+    const bool is_heavy = unit.kind == UnitKind::kWeights;
+    const double cpu_ns = is_heavy ? between(random, 100e3, 400e3) : between(random, 5e3, 30e3);
+    unit.decode.cpu_ns = std::llrint(cpu_ns);
+    unit.decode.gpu_ns = std::llrint(cpu_ns / between(random, 4, 10));
+    unit.prefill.cpu_ns = std::llrint(cpu_ns * 8);
+    unit.prefill.gpu_ns = unit.decode.gpu_ns * 3;
+    unit.transfer_ns = is_heavy ? std::llrint(cpu_ns * between(random, 0.7, 1.3)) : 0;
+  }
+  return made;
+}
+
+struct Noise {
+  Random& random;
+  double share = 0;
+
+  double operator()() {
+    return std::max(0.1, 1 + share * std::normal_distribution(0.0, 1.0)(random));
+  }
+};
+
+// A machine whose speeds only the test knows.
+class Machine {
+ public:
+  Machine(const Setup& setup, Random& random) : setup_(setup), model(setup.plan, *setup.residency) {
+    for (int unit = 0; unit < setup.plan.num_units; ++unit) {
+      own_cpu_.push_back(between(random, 0.9, 1.1));
+      own_gpu_.push_back(between(random, 0.9, 1.1));
+    }
+  }
+
+  double cpu = 1, gpu = 1, link = 1;  // factors of times
+
+  Speeds speeds() const {
+    Speeds made{own_cpu_, own_gpu_, link, 1};
+    for (double& factor : made.cpu) factor *= cpu;
+    for (double& factor : made.gpu) factor *= gpu;
+    return made;
+  }
+
+  // Plays a round that begins now, and lets it pass.
+  RoundRecord run(const RoundShape& shape, const Choice& choice, const Splits& splits,
+                  Noise noise);
+
+  int64_t now_ns = 1'000'000;
+  const Setup& setup_;
+  const TransferModel model;
+
+ private:
+  std::vector<double> own_cpu_, own_gpu_;
+};
+
+class Copies {
+ public:
+  Copies(const Choice& choice, RoundRecord& record, std::function<double(int)> time_of)
+      : choice_(choice), record_(record), time_of_(std::move(time_of)) {
+    free_ns_.assign(kMostSlots, record.begin_ns);
+    go_on();
+  }
+
+  const RoundRecord::Copy* of(int unit) const {
+    const auto found = std::ranges::find(record_.copies, unit, &RoundRecord::Copy::unit);
+    return found == record_.copies.end() ? nullptr : &*found;
+  }
+  RoundRecord::Copy* of(int unit) {
+    return const_cast<RoundRecord::Copy*>(std::as_const(*this).of(unit));
+  }
+  int64_t end_ns() const {
+    return record_.copies.empty() ? 0 : record_.copies.back().copied_ns;
+  }
+  void release(int unit, int64_t now_ns) {
+    const auto used = std::ranges::find(choice_, unit, &Promotion::unit);
+    if (used == choice_.end()) return;
+    free_ns_[static_cast<size_t>(used->slot)] = now_ns;
+    go_on();
+  }
+
+ private:
+  void go_on() {
+    while (record_.copies.size() < choice_.size()) {
+      const Promotion& next = choice_[record_.copies.size()];
+      int64_t& free_ns = free_ns_[static_cast<size_t>(next.slot)];
+      if (free_ns < 0) return;
+      const int64_t begin_ns = std::max(free_ns, end_ns());
+      const auto taken_ns = static_cast<int64_t>(time_of_(next.unit));
+      record_.copies.push_back({next.unit, begin_ns, begin_ns + taken_ns, 0, 0});
+      free_ns = -1;
+    }
+  }
+
+  const Choice& choice_;
+  RoundRecord& record_;
+  const std::function<double(int)> time_of_;
+  std::vector<int64_t> free_ns_;  // of slots; -1: in use
+};
+
+double beside_copies(double work_ns, double beside_ns) {
+  if (beside_ns <= 0) return work_ns;
+  const double done = beside_ns * kCpuShare;
+  return work_ns <= done ? work_ns / kCpuShare : beside_ns + work_ns - done;
+}
+
+RoundRecord Machine::run(const RoundShape& shape, const Choice& choice, const Splits& splits,
+                         Noise noise) {
+  const double cpu_now = cpu * noise(), gpu_now = gpu * noise(), link_now = link * noise();
+  RoundRecord record;
+  record.begin_ns = now_ns;
+  Copies copies(choice, record, [&](int unit) { return model.transfer_ns(unit) * link_now; });
+  record.segments.resize(splits.segments.size());
+  record.runs.resize(splits.runs.size());
+  struct Place {
+    bool on_device;
+    size_t index;
+  };
+  std::vector<Place> places(static_cast<size_t>(setup_.plan.num_nodes));
+  std::vector<bool> has_begun[2];
+  has_begun[0].resize(splits.segments.size());
+  has_begun[1].resize(splits.runs.size());
+  for (size_t index = 0; index < splits.segments.size(); ++index) {
+    for (int node : splits.segments[index].nodes) places[static_cast<size_t>(node)] = {false, index};
+  }
+  for (size_t index = 0; index < splits.runs.size(); ++index) {
+    for (const DeviceStep& step : splits.runs[index].steps) {
+      places[static_cast<size_t>(step.node)] = {true, index};
+    }
+  }
+  bool was_on_device = false;
+  for (int node = 0; node < setup_.plan.num_nodes; ++node) {
+    const auto [on_device, index] = places[static_cast<size_t>(node)];
+    const int64_t wait_ns = now_ns;
+    if (node > 0 && on_device != was_on_device) now_ns += setup_.plan.device.hand_off_ns;
+    was_on_device = on_device;
+    const int unit = model.unit_timed_at(node);
+    const bool begins = !has_begun[on_device][index];
+    has_begun[on_device][index] = true;
+    if (!on_device) {
+      RoundRecord::Segment& segment = record.segments[index];
+      if (begins) segment.wait_ns = wait_ns, segment.begin_ns = now_ns;
+      if (unit >= 0) {
+        const double work_ns =
+            model.times(unit, shape).cpu_ns * own_cpu_[static_cast<size_t>(unit)] * cpu_now;
+        const auto busy_ns = static_cast<double>(copies.end_ns() - now_ns);
+        now_ns += static_cast<int64_t>(beside_copies(work_ns, busy_ns));
+      }
+      segment.end_ns = now_ns;
+      continue;
+    }
+    RoundRecord::Run& run = record.runs[index];
+    if (RoundRecord::Copy* copy = unit >= 0 ? copies.of(unit) : nullptr) {
+      copy->wait_ns = now_ns;
+      now_ns = copy->ready_ns = std::max(now_ns, copy->copied_ns);
+    }
+    if (begins) run.begin_ns = now_ns;
+    if (unit >= 0) {
+      now_ns += static_cast<int64_t>(model.times(unit, shape).gpu_ns *
+                                     own_gpu_[static_cast<size_t>(unit)] * gpu_now);
+      copies.release(unit, now_ns);
+    }
+    run.end_ns = now_ns;
+  }
+  record.end_ns = now_ns;
+  return record;
+}
+
+// A policy on such a machine. Answers come two rounds late, as from another thread.
+class Game {
+ public:
+  Game(Random& random, const std::string& path, const TransferOptions& options = {})
+      : random_(random),
+        made_(plan_with_times(random)),
+        setup_(made_, path, placement(), VirtualOptions{}, 1, 1),
+        policy_(setup_.plan, *setup_.residency, options),
+        machine_(setup_, random) {
+    place_ = setup_.residency->take_place();
+  }
+
+  void play(int num_rounds, double noise) {
+    for (int round = 0; round < num_rounds; ++round) play_round({random_, noise});
+  }
+
+  // How much longer than the best round the present one is, at the true speeds.
+  double regret() {
+    const auto best = machine_.model.schedule(scheduler_, shape, machine_.speeds());
+    const auto ours = machine_.model.predict(scheduler_, shape, machine_.speeds(),
+                                             policy_.choice_of(shape).choice);
+    return static_cast<double>(ours) / static_cast<double>(best.round_ns) - 1;
+  }
+
+  size_t num_promoted() { return policy_.choice_of(shape).choice.size(); }
+
+  RoundShape shape{1, 1};
+  int num_questions = 0, num_changes = 0;
+  Machine& machine() { return machine_; }
+
+ private:
+  Placement placement() {
+    Placement made = random_placement(random_, made_, 0);
+    made.num_slots = 2 + below(random_, 2);
+    made.slot_bytes = 1 << 20;
+    for (auto& here : made.on_device) here = between(random_, 0, 1) < 0.4;
+    return made;
+  }
+
+  void play_round(Noise noise) {
+    if (question_ && --delay_ == 0) {
+      const auto answer = policy_.decide(*question_, scheduler_);
+      policy_.settle(*question_, answer, {}, machine_.now_ns);
+      num_changes += answer.is_worthwhile;
+      question_.reset();
+    }
+    const TransferPolicy::Adopted& adopted = policy_.choice_of(shape);
+    if (adopted.version != version_) {
+      splits_ = build_round(setup_.plan, *setup_.residency, *place_, shape.num_tokens,
+                            shape.num_logit_rows, adopted.choice)
+                    .splits;
+      version_ = adopted.version;
+    }
+    policy_.observe(shape, machine_.run(shape, adopted.choice, splits_, noise), splits_);
+    if (question_) return;
+    question_ = policy_.due(shape, machine_.now_ns);
+    delay_ = 2;
+    num_questions += question_.has_value();
+  }
+
+  Random& random_;
+  RandomPlan made_;
+  Setup setup_;
+  TransferPolicy policy_;
+  Machine machine_;
+  TransferScheduler scheduler_;
+  SessionPlace* place_;
+  std::optional<TransferPolicy::Question> question_;
+  Splits splits_;
+  int version_ = -1, delay_ = 0;
+};
+
+void test_change(Random& random, const std::string& path, int num_trials) {
+  for (int trial = 0; trial < num_trials; ++trial) {
+    Game game(random, path);
+    if (trial % 3 == 2) game.shape = {kChunk, 1};
+    game.play(40, 0.02);
+    game.num_questions = 0;
+    const double factors[] = {0.4, 0.6, 1, 1.6, 2.5};
+    Machine& machine = game.machine();
+    machine.cpu = factors[below(random, 5)];
+    machine.gpu = factors[below(random, 5)];
+    if (game.num_promoted() > 0) machine.link = factors[below(random, 5)];
+    const double before = game.regret();
+    game.play(60, 0.02);
+    std::fprintf(stderr, "%d: cpu %.1f gpu %.1f link %.1f: regret %.3f -> %.3f, %d questions\n",
+                 trial, machine.cpu, machine.gpu, machine.link, before, game.regret(),
+                 game.num_questions);
+    EXPECT(game.regret() < 0.05);
+    EXPECT(game.num_questions <= 2);
+  }
+}
+
+void test_noise(Random& random, const std::string& path, int num_minutes) {
+  constexpr int kMinutesOfGame = 10;
+  for (int minute = 0; minute < num_minutes; minute += kMinutesOfGame) {
+    Game game(random, path);
+    game.play(200, 0.1);
+    game.num_changes = 0;
+    const int64_t begin_ns = game.machine().now_ns;
+    while (game.machine().now_ns < begin_ns + kMinutesOfGame * 60'000'000'000) game.play(100, 0.1);
+    std::fprintf(stderr, "%d changes, %d questions\n", game.num_changes, game.num_questions);
+    EXPECT(game.num_changes <= kMinutesOfGame);
+  }
+}
+
+// The link is so slow that nothing is promoted; then it is as planned again.
+void test_probe(Random& random, const std::string& path, int num_trials) {
+  for (int trial = 0; trial < num_trials; ++trial) {
+    Game game(random, path);
+    game.play(20, 0.02);
+    if (game.num_promoted() == 0) continue;
+    game.machine().link = 200;
+    game.play(60, 0.02);
+    EXPECT(game.num_promoted() == 0);
+    game.machine().link = 1;
+    const int64_t begin_ns = game.machine().now_ns;
+    while (game.num_promoted() == 0) {
+      game.play(1, 0.02);
+      EXPECT(game.machine().now_ns < begin_ns + 15'000'000'000);
+    }
+    game.play(40, 0.02);
+    EXPECT(game.regret() < 0.05);
+  }
+}
+
+}  // namespace
+}  // namespace atsc::testing
+
+int main(int argc, char** argv) {
+  if (argc != 5) return 64;
+  using namespace atsc::testing;
+  Random random(static_cast<uint64_t>(std::atoi(argv[3])));
+  const std::string name = argv[1];
+  const int count = std::atoi(argv[2]);
+  if (name == "change") test_change(random, argv[4], count);
+  if (name == "noise") test_noise(random, argv[4], count);
+  if (name == "probe") test_probe(random, argv[4], count);
+  std::puts("fine");
+}
