@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import hybrid_programs
 import pytest
 from device_programs import SANITIZERS, run_program, sanitizer_missing
+
+from atsc.compiler.errors import UsageError
+from atsc.runtime.loader import Plan
 
 pytestmark = pytest.mark.toolchain
 
@@ -62,3 +66,17 @@ def test_sanitized(tmp_path: Path, sanitizer: str) -> None:
     check(program, "choices", 300, 3)
     check(program, "no_memory", 30, 3)
     check(program, "speeds", 2000, 3)
+
+
+def test_options_are_checked(open_tiny: Callable[..., Plan]) -> None:
+    with pytest.raises(UsageError, match="transfer is 'always': expected one of load-aware"):
+        open_tiny(transfer="always")
+    for name in ("drift_threshold", "reschedule_interval"):
+        with pytest.raises(UsageError, match=f"{name} is 0: expected a number above 0"):
+            open_tiny(**{name: 0})
+
+
+def test_a_plan_for_the_cpu_never_changes(open_tiny: Callable[..., Plan]) -> None:
+    plan = open_tiny(transfer="load-aware")
+    plan.forward([1, 2, 3])
+    assert plan.take_changes() == []
