@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from atsc.codegen.graph import (
     along,
     elementwise,
+    gathers,
     linear,
     moves,
     quantized,
@@ -19,6 +20,7 @@ from atsc.codegen.graph.lower import Rule
 RULES: Mapping[tuple[str, str], Rule] = {
     **elementwise.RULES,
     **moves.RULES,
+    **gathers.RULES,
     **reduce.RULES,
     **linear.RULES,
     **resize.RULES,

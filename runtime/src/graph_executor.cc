@@ -53,7 +53,7 @@ GraphExecutor::GraphExecutor(const GraphTables& graph, const std::byte* weights,
 
 void GraphExecutor::run(const std::vector<atsc_tensor>& inputs, std::vector<atsc_tensor>& outputs) {
   bind_inputs(inputs);
-  if (symbols_ != planned_symbols_ || dims_.empty()) plan_memory();
+  if (!is_planned_ || symbols_ != planned_symbols_) plan_memory();
   std::vector<const void*> targets(static_cast<size_t>(graph_.num_outputs));
   bool is_whole = true;
   for (atsc_tensor& output : outputs) {
@@ -149,7 +149,7 @@ void GraphExecutor::bind_symbol(int symbol, int64_t size, const GraphTensor& inp
 }
 
 void GraphExecutor::plan_memory() {
-  planned_symbols_.clear();  // whatever fails below: plan anew next time
+  is_planned_ = false;  // whatever fails below: plan anew next time
   graph_.evaluate(symbols_.data(), sizes_.data());
   for (int index = 0; index < graph_.num_checks; ++index) {
     const GraphCheck& check = graph_.checks[index];
@@ -185,6 +185,7 @@ void GraphExecutor::plan_memory() {
     workspaces_ = platform::Mapping::anonymous(needed, false, "workspaces");
   }
   planned_symbols_ = symbols_;
+  is_planned_ = true;
 }
 
 // The largest first, each at the lowest place that is free during its life.

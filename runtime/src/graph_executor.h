@@ -43,6 +43,7 @@ class GraphExecutor {
   const GraphTables& graph_;
   const std::byte* weights_;
   Pool& pool_;
+  bool is_planned_ = false;            // for planned_symbols_, of which there may be none
   std::vector<int64_t> symbols_, sizes_, planned_symbols_;
   std::vector<int> symbol_owners_;     // the input that gave a symbol's value; -1: none yet
   std::vector<uint64_t> offsets_;      // of buffers in the arena

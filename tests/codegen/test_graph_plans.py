@@ -252,3 +252,23 @@ def test_outputs_that_share_their_memory(compiled: Compile) -> None:
     np.testing.assert_array_equal(found["f"], found["p"].reshape(-1))
     np.testing.assert_array_equal(found["same"], x)
     assert found["sizes"].tolist() == [5, 5]
+
+
+def test_fixed_sizes_and_a_scalar(compiled: Compile) -> None:
+    nodes = [
+        helper.make_node("ScatterElements", ["x", "at", "x"], ["y"], axis=1),
+        helper.make_node("ReduceSum", ["y"], ["total"], keepdims=0),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "fixed",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 3])],
+        [onnx.ValueInfoProto(name=name) for name in ("y", "total")],
+        [numpy_helper.from_array(np.array([[2, 0, -2]]), "at")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    with compiled(model) as plan:
+        found = plan.run({"x": np.array([[1, 2, 4]], np.float32)})
+    np.testing.assert_array_equal(found["y"], [[2, 4, 1]])
+    assert found["total"].shape == ()
+    assert found["total"] == 7
