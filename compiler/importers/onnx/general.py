@@ -16,6 +16,7 @@ import onnx
 import onnx.defs
 import onnx.inliner
 import onnx.reference
+import onnx.shape_inference
 import onnx_ir
 from numpy.typing import NDArray
 from onnx import helper
@@ -118,6 +119,8 @@ def _expanded(file: ModelFile, has_rule: HasRule) -> onnx_ir.Model:
     ]
     rules += [("", name) for domain, name in rules if domain == "ai.onnx"]
     try:
+        # Bodies of some functions depend on the types of their inputs.
+        proto = onnx.shape_inference.infer_shapes(proto)
         inlined = onnx.inliner.inline_selected_functions(
             proto, rules, exclude=True, inline_schema_functions=True
         )
