@@ -60,7 +60,14 @@ class OnnxNode:
     """Empty names are absent inputs."""
     outputs: tuple[str, ...]
     attrs: Mapping[str, Any]
-    """Numbers, text, tuples of those, or numpy arrays."""
+    """Numbers, text, tuples of those, numpy arrays, or a TensorGraph for each branch."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Its inputs, and what its branches read, of which some they may make themselves."""
+        branches = [value for value in self.attrs.values() if isinstance(value, TensorGraph)]
+        inner = [name for branch in branches for node in branch.nodes for name in node.reads]
+        return (*self.inputs, *inner, *(name for branch in branches for name in branch.outputs))
 
     def __str__(self) -> str:
         domain = self.domain or "ai.onnx"

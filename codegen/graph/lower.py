@@ -77,7 +77,7 @@ class Lowering:
 
     def __init__(self, graph: TensorGraph, rules: Mapping[tuple[str, str], Rule]) -> None:
         self.graph = graph
-        self._rules = rules
+        self.rules = rules
         self.calls: list[Call] = []
         self.checks: dict[tuple[Dim, Dim], Check] = {}
         self.constants: dict[Buffer, Constant] = {}
@@ -86,14 +86,15 @@ class Lowering:
         self._uses: Counter[str] = Counter(graph.outputs)
         for node in graph.nodes:
             if node.op not in _SHAPE_READERS:
-                self._uses.update(node.inputs)
+                self._uses.update(node.reads)
+        self._constants = dict(graph.constants)
 
     def value(self, name: str) -> Tensor | None:
         """A value by its name; None for an absent one."""
         if not name:
             return None
-        if name not in self._values and name in self.graph.constants:
-            self._values[name] = self._constant(name, self.graph.constants[name])
+        if name not in self._values and name in self._constants:
+            self._values[name] = self._constant(name, self._constants[name])
         if (found := self._values.get(name)) is None:
             raise RefusedError(f"its input {name} is not made by any node")
         return found
@@ -119,6 +120,26 @@ class Lowering:
             if tensor.known is None and self._uses[name] > 1 and tensor.cost > 1:
                 tensor = self.store(tensor)
             self._values[name] = tensor
+
+    def branch(self, node: OnnxNode) -> TensorGraph:
+        """The branch that an If takes, whose names become known.
+
+        Raises:
+            RefusedError: its condition depends on data.
+        """
+        (condition,) = (self.value(name) for name in node.inputs)
+        content = condition.known if condition is not None else None
+        known = content.reshape(-1)[0].constant if content is not None and content.size else None
+        if known is None:
+            raise RefusedError("its condition depends on data; export the model without it")
+        taken: TensorGraph = node.attrs["then_branch" if known else "else_branch"]
+        self._constants |= taken.constants
+        return taken
+
+    def bind_branch(self, node: OnnxNode, taken: TensorGraph) -> None:
+        """The outputs of an If are those of its branch."""
+        for name, inner in zip(node.outputs, taken.outputs, strict=True):
+            self._values[name] = self.value(inner)
 
     def array(self, array: NDArray[Any]) -> Tensor:
         """A constant that a rule made."""
@@ -250,13 +271,38 @@ def lower(
     g = Lowering(graph, rules)
     inputs = tuple(g.bind_input(given) for given in graph.inputs)
     problems: list[tuple[OnnxNode, str]] = []
-    broken: set[str] = set()
-    for node in graph.nodes:
+    _run_nodes(g, graph.nodes, fallback, problems, set())
+    if problems:
+        raise _unsupported(graph, problems)
+    outputs = _outputs(g)
+    calls, checks = _needed(g.calls, outputs), tuple(g.checks.values())
+    used = {buffer for call in calls for buffer in call.inputs}
+    constants = {buffer: c for buffer, c in g.constants.items() if buffer in used}
+    return Program(inputs, outputs, constants, calls, checks)
+
+
+def _run_nodes(
+    g: Lowering,
+    nodes: Sequence[OnnxNode],
+    fallback: Rule | None,
+    problems: list[tuple[OnnxNode, str]],
+    broken: set[str],
+) -> None:
+    """Apply the rules; what reads the results of a refused node is left out, without complaint."""
+    for node in nodes:
         if broken & set(node.inputs):
             broken.update(node.outputs)
             continue
         try:
-            rule = rules.get((node.domain, node.op), fallback)
+            if (node.domain, node.op) == ("", "If"):
+                taken = g.branch(node)
+                _run_nodes(g, taken.nodes, fallback, problems, broken)
+                if broken & set(taken.outputs):
+                    broken.update(node.outputs)
+                else:
+                    g.bind_branch(node, taken)
+                continue
+            rule = g.rules.get((node.domain, node.op), fallback)
             if rule is None:
                 raise RefusedError("no such operator here")
             g.run(node, rule)
@@ -266,13 +312,6 @@ def lower(
         except _MALFORMED as error:
             problems.append((node, f"not as ONNX says it must be ({error!r})"))
             broken.update(node.outputs)
-    if problems:
-        raise _unsupported(graph, problems)
-    outputs = _outputs(g)
-    calls, checks = _needed(g.calls, outputs), tuple(g.checks.values())
-    used = {buffer for call in calls for buffer in call.inputs}
-    constants = {buffer: c for buffer, c in g.constants.items() if buffer in used}
-    return Program(inputs, outputs, constants, calls, checks)
 
 
 def _unsupported(graph: TensorGraph, problems: Sequence[tuple[OnnxNode, str]]) -> UnsupportedError:

@@ -272,3 +272,58 @@ def test_fixed_sizes_and_a_scalar(compiled: Compile) -> None:
     np.testing.assert_array_equal(found["y"], [[2, 4, 1]])
     assert found["total"].shape == ()
     assert found["total"] == 7
+
+
+def _branch(scale: float) -> onnx.GraphProto:
+    """Both branches use the same names, and one of the graph around them."""
+    return helper.make_graph(
+        [
+            helper.make_node("Constant", [], ["c"], value_float=scale),
+            helper.make_node("Mul", ["x", "c"], ["scaled"], name="scale"),
+        ],
+        "branch",
+        [],
+        [helper.make_tensor_value_info("scaled", TensorProto.FLOAT, None)],
+    )
+
+
+def _choosing(condition: list[onnx.NodeProto]) -> onnx.ModelProto:
+    choices = [
+        helper.make_node(
+            "If", [name], [out], then_branch=_branch(first), else_branch=_branch(second), name=out
+        )
+        for name, out, first, second in (("is_wide", "a", 2, 3), ("is_narrow", "b", 5, 7))
+    ]
+    graph = helper.make_graph(
+        [*condition, *choices],
+        "choosing",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 4])],
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("a", "b")],
+        [numpy_helper.from_array(np.array(4), "four")],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+
+
+def test_branches_that_sizes_choose(compiled: Compile) -> None:
+    condition = [
+        helper.make_node("Shape", ["x"], ["width"], start=1),
+        helper.make_node("Squeeze", ["width"], ["w"]),
+        helper.make_node("Equal", ["w", "four"], ["is_wide"]),
+        helper.make_node("Not", ["is_wide"], ["is_narrow"]),
+    ]
+    x = np.arange(12, dtype=np.float32).reshape(3, 4)
+    with compiled(_choosing(condition)) as plan:
+        found = plan.run({"x": x})
+    np.testing.assert_array_equal(found["a"], 2 * x)
+    np.testing.assert_array_equal(found["b"], 7 * x)
+
+
+def test_branches_that_data_choose_are_refused(compiled: Compile) -> None:
+    condition = [
+        helper.make_node("ReduceMax", ["x"], ["top"], keepdims=0),
+        helper.make_node("Cast", ["top"], ["is_wide"], to=TensorProto.BOOL),
+        helper.make_node("Not", ["is_wide"], ["is_narrow"]),
+    ]
+    with pytest.raises(atsc.UnsupportedError, match=r"node a .*its condition depends on data") as e:
+        compiled(_choosing(condition))
+    assert [node["node"] for node in e.value.nodes] == ["a", "b"]

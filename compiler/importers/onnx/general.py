@@ -6,8 +6,11 @@ left; what depends on constants alone is computed here, by onnx's reference impl
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
-from collections.abc import Callable, Iterable
+from collections import ChainMap
+from collections.abc import Callable, Iterable, MutableMapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -80,22 +83,11 @@ def _to_graph(file: ModelFile, has_rule: HasRule) -> TensorGraph:
         raise ModelError(f"{file.path}: its nodes cannot be put in order ({error})") from error
     opsets = {domain: version or 1 for domain, version in model.opset_imports.items()}
     opsets[""] = opsets.get("", opsets.get("ai.onnx", 1))
-    constants = {
-        initializer.name or "": _constant(file, initializer.name or "", initializer.const_value)
-        for initializer in graph.initializers.values()
-    }
-    nodes: list[OnnxNode] = []
-    for number, node in enumerate(graph):
-        made = _node(node, number, opsets)
-        if not _fold(node, made, opsets, constants, file):
-            nodes.append(made)
-    outputs = tuple(output.name or "" for output in graph.outputs)
-    return TensorGraph(
+    body = _Reader(file, opsets).read(graph, {}, "")
+    return dataclasses.replace(
+        body,
         name=file.path.stem,
         inputs=tuple(_inputs(file, graph)),
-        outputs=outputs,
-        nodes=tuple(_used(nodes, outputs)),
-        constants=constants,
         source_files=tuple(map(str, dict.fromkeys([file.path, *sorted(file.data_files())]))),
         companion_files=tuple(map(str, file.companions)),
     )
@@ -193,33 +185,80 @@ def _constant(file: ModelFile, name: str, tensor: onnx_ir.TensorProtocol | None)
     return Constant(name_of_type, shape, tensor.numpy)
 
 
-def _node(node: onnx_ir.Node, number: int, opsets: dict[str, int]) -> OnnxNode:
-    domain, op = _key(node)
-    return OnnxNode(
-        name=node.name or f"{op}_{number}",
-        op=op,
-        domain=domain,
-        opset=node.version or opsets.get(domain, 1),
-        inputs=tuple(value.name or "" if value is not None else "" for value in node.inputs),
-        outputs=tuple(value.name or "" for value in node.outputs),
-        attrs={name: _attribute(attr) for name, attr in node.attributes.items()},
-    )
+@dataclass(slots=True)
+class _Reader:
+    """Turns graphs into ours, those of branches too."""
 
+    file: ModelFile
+    opsets: dict[str, int]
+    names: dict[int, str] = field(default_factory=dict)
+    """id of a value in a branch -> its name; branches beside each other may use the same ones."""
 
-def _attribute(attr: Any) -> Any:
-    value = attr.value
-    if attr.type == onnx_ir.AttributeType.TENSOR:
-        return value.numpy()
-    if attr.type in (onnx_ir.AttributeType.INTS, onnx_ir.AttributeType.FLOATS):
-        return tuple(value)
-    return value
+    def read(
+        self, graph: onnx_ir.Graph, outer: MutableMapping[str, Constant], prefix: str
+    ) -> TensorGraph:
+        """Nodes, constants and outputs of a graph.
+
+        Args:
+            graph: in order.
+            outer: constants of the graphs around it.
+            prefix: of all names that it defines.
+        """
+        if prefix:
+            made = [value for node in graph for value in node.outputs]
+            for value in (*graph.initializers.values(), *made):
+                self.names[id(value)] = f"{prefix}{value.name}" if value.name else ""
+        constants: ChainMap[str, Constant] = ChainMap({}, outer)
+        for initializer in graph.initializers.values():
+            name = self._name(initializer)
+            constants[name] = _constant(self.file, name, initializer.const_value)
+        nodes: list[OnnxNode] = []
+        for number, node in enumerate(graph):
+            made_node = self._node(
+                node, f"{prefix}{node.name or f'{node.op_type}_{number}'}", constants
+            )
+            if not _fold(node, made_node, self.opsets, constants, self.file):
+                nodes.append(made_node)
+        outputs = tuple(map(self._name, graph.outputs))
+        own = dict(constants.maps[0])
+        return TensorGraph(prefix, (), outputs, tuple(_used(nodes, outputs)), own)
+
+    def _name(self, value: onnx_ir.Value | None) -> str:
+        return "" if value is None else self.names.get(id(value), value.name or "")
+
+    def _node(
+        self, node: onnx_ir.Node, name: str, constants: MutableMapping[str, Constant]
+    ) -> OnnxNode:
+        domain, op = _key(node)
+        return OnnxNode(
+            name=name,
+            op=op,
+            domain=domain,
+            opset=node.version or self.opsets.get(domain, 1),
+            inputs=tuple(map(self._name, node.inputs)),
+            outputs=tuple(map(self._name, node.outputs)),
+            attrs={
+                key: self._attribute(attr, f"{name}/{key}/", constants)
+                for key, attr in node.attributes.items()
+            },
+        )
+
+    def _attribute(self, attr: Any, prefix: str, constants: MutableMapping[str, Constant]) -> Any:
+        value = attr.value
+        if attr.type == onnx_ir.AttributeType.GRAPH:
+            return self.read(value, constants, prefix)
+        if attr.type == onnx_ir.AttributeType.TENSOR:
+            return value.numpy()
+        if attr.type in (onnx_ir.AttributeType.INTS, onnx_ir.AttributeType.FLOATS):
+            return tuple(value)
+        return value
 
 
 def _fold(
     node: onnx_ir.Node,
     made: OnnxNode,
     opsets: dict[str, int],
-    constants: dict[str, Constant],
+    constants: MutableMapping[str, Constant],
     file: ModelFile,
 ) -> bool:
     """Compute a node whose inputs are all constants; False if it has to stay."""
@@ -233,7 +272,7 @@ def _fold(
         return False
     if any(constants[name].dtype == "bfloat16" for name in inputs):
         return False
-    results = _evaluate(node, {name: constants[name].read() for name in inputs}, opsets)
+    results = _evaluate(node, made, {name: constants[name].read() for name in inputs}, opsets)
     if results is None or sum(result.nbytes for result in results) > _MOST_FOLDED_BYTES:
         return False
     for name, result in zip(made.outputs, results, strict=False):
@@ -242,10 +281,15 @@ def _fold(
 
 
 def _evaluate(
-    node: onnx_ir.Node, inputs: dict[str, NDArray[Any]], opsets: dict[str, int]
+    node: onnx_ir.Node,
+    made: OnnxNode,
+    inputs: dict[str, NDArray[Any]],
+    opsets: dict[str, int],
 ) -> list[NDArray[Any]] | None:
     """What the reference implementation makes of a node; None if it cannot."""
     proto = onnx_ir.serde.serialize_node(node)
+    for names, own in ((proto.input, made.inputs), (proto.output, made.outputs)):
+        names[:] = own
     graph = helper.make_graph(
         [proto],
         "fold",
@@ -275,7 +319,7 @@ def _used(nodes: list[OnnxNode], outputs: tuple[str, ...]) -> list[OnnxNode]:
     for node in reversed(nodes):
         if wanted & set(node.outputs):
             kept.append(node)
-            wanted.update(node.inputs)
+            wanted.update(node.reads)
     return kept[::-1]
 
 
