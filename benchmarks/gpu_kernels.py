@@ -3,7 +3,8 @@
 Linear layers have the shapes of Qwen3-14B. Weights are random and rotate through more memory than
 the L2 cache holds; launches are replayed from a CUDA graph, so that no launch cost is in the times;
 a figure is the median of the replays. GB/s counts the weight's bytes alone, Top/s two operations a
-product.
+product. `--refined` is the share of int8 blocks of activations with a second digit, whose products
+are not counted (compiler/ops/quantize.py); they are mostly those of the same columns in all rows.
 """
 
 from __future__ import annotations
@@ -137,11 +138,19 @@ def random_part(name: str, num_bytes: int, fmt: Format, rng: np.random.Generator
     return rng.integers(0, 256 if name == "codes" else 16, num_bytes, np.uint8)
 
 
-def q8_values(rows: int, width: int, rng: np.random.Generator) -> np.ndarray:
-    count = rows * -(-width // 32)
-    codes = rng.integers(-127, 128, count * 32, np.int8).view(np.uint8)
-    scales = rng.uniform(0.01, 0.02, 2 * count).astype(np.float32).view(np.uint8)
-    return np.concatenate([codes, scales, np.zeros(4 * count, np.uint8)])
+def q8_values(rows: int, width: int, refined: float, rng: np.random.Generator) -> np.ndarray:
+    """Random rows, in bytes. One block in ten of `refined` is unlike its column."""
+    shape = (-(-width // 32), rows)
+    unlike = rng.random(shape) < refined / 10
+    has_fine = (rng.random(shape[0]) < refined)[:, None] ^ unlike
+    scales = np.where(has_fine, np.float32(0.05), np.float32(0.01))
+    fine_scales = np.where(has_fine, scales / np.float32(254), np.float32(0))
+    parts = []
+    for of_digit in (scales, fine_scales):
+        codes = rng.integers(-127, 128, (*shape, 32), np.int8)
+        sums = codes.sum(axis=-1, dtype=np.int32)
+        parts += [codes, of_digit, of_digit * sums.astype(np.float32), sums]
+    return np.concatenate([part.view(np.uint8).ravel() for part in parts])
 
 
 def seconds_of(replayed: Callable[[int], None], num_launches: int) -> float:
@@ -172,12 +181,12 @@ class Operands:
     weight_bytes: int
 
 
-def upload(case: Case) -> Operands:
+def upload(case: Case, refined: float) -> Operands:
     rng = np.random.default_rng(0)
     (n, k), stored = SHAPES[case.shape], weight_of(case)
     alive = []
     if case.x is DType.Q8:
-        x = Buffer.of(q8_values(case.rows, k, rng))
+        x = Buffer.of(q8_values(case.rows, k, refined, rng))
     else:
         x = Buffer.of(rng.standard_normal((case.rows, k), np.float32))
     y = Buffer(value_bytes(DType.F32, case.rows, n))
@@ -245,7 +254,7 @@ def sizes_of(case: Case, sweep: bool) -> Iterator[Sizes]:
             yield from ((rows, columns, slabs, stages) for slabs, stages in ((2, 3), (2, 4)))
 
 
-def time_all(gpu: Gpu, sweep: bool, wanted: str) -> list[dict[str, Any]]:
+def time_all(gpu: Gpu, sweep: bool, wanted: str, refined: float) -> list[dict[str, Any]]:
     cases = [case for case in CASES if wanted in case.name]
     kernels = {
         (case, sizes): kernel_of_case(case, gpu, sizes)
@@ -257,7 +266,7 @@ def time_all(gpu: Gpu, sweep: bool, wanted: str) -> list[dict[str, Any]]:
     print(f"compiled {len(functions)} kernels in {time.perf_counter() - began:.1f} s")
     rows = []
     for case in cases:
-        operands = upload(case)
+        operands = upload(case, refined)
         for (of_case, _), kernel in kernels.items():
             if of_case == case:
                 row = measure(case, kernel, functions[kernel.symbol], operands, gpu)
@@ -279,6 +288,7 @@ def main() -> int:
     parser.add_argument("--case", default="", help="time the cases whose name holds this alone")
     parser.add_argument("--every", type=int, default=1, help="test every so many samples alone")
     parser.add_argument("--ops", default="", help="test these operators alone: linear,quantize")
+    parser.add_argument("--refined", type=float, default=0.1, help="blocks with second digits")
     options = parser.parse_args()
     if missing := gpu_missing():
         print(f"gpu_kernels: {missing}", file=sys.stderr)
@@ -286,7 +296,9 @@ def main() -> int:
     with device() as gpu:
         print(f"sm_{gpu.sm}, {gpu.num_sms} multiprocessors", flush=True)
         failures = test_all(gpu, options.every, options.ops) if options.only != "time" else []
-        rows = time_all(gpu, options.sweep, options.case) if options.only != "test" else []
+        rows = []
+        if options.only != "test":
+            rows = time_all(gpu, options.sweep, options.case, options.refined)
     if options.json:
         options.json.write_text(json.dumps({"sm": gpu.sm, "rows": rows}, indent=1))
     print("\n".join([f"{len(failures)} failures", *failures[:40]]))

@@ -118,14 +118,20 @@ def _gemm_blocks(params: Params, gpu: Gpu) -> Tile:
     rows = 128 if num_blocks >= gpu.num_sms else 64
     slabs = 2 if -(-matrix["k"] // Q8_BLOCK) % 2 == 0 else 1
     stage_bytes = gemm_blocks_tile(params, rows, 64, slabs, 1)["stage_bytes"]
-    return gemm_blocks_tile(params, rows, 64, slabs, min(4, _most_shared(gpu) // stage_bytes))
+    stages = min(4, _most_shared(gpu) // stage_bytes)
+    # Three stages where a fourth would cost the third block; 1 KiB a block is the system's.
+    of_block = (_most_shared(gpu) + 1024) // 3 - 1024
+    if 3 * stage_bytes <= of_block < 4 * stage_bytes:
+        stages = 3
+    return gemm_blocks_tile(params, rows, 64, slabs, stages)
 
 
 def gemm_blocks_tile(params: Params, rows: int, columns: int, slabs: int, stages: int) -> Tile:
     """All sizes of a linear_gemm_blocks kernel, from those that can be chosen."""
     terms = 1 if params["kind"]["x"] == "q8" else 3
     warp_rows = rows // 2
-    of_rows = rows * slabs * (Q8_BLOCK * terms + 8)
+    # Codes, factor and sum of each row; of Q8 rows the factor of the second digit too.
+    of_rows = rows * slabs * (Q8_BLOCK * terms + (12 if terms == 1 else 8))
     return {
         "rows": rows,
         "columns": columns,
@@ -148,7 +154,8 @@ def _weight_bytes(matrix: Mapping[str, Any], slabs: int, tiles: int) -> int:
     return -(-num_bytes // 16) * 16
 
 
-def _norm(params: Params, gpu: Gpu) -> Tile:
+def _row(params: Params, gpu: Gpu) -> Tile:
+    """A block holds a row in registers."""
     fours = -(-params["width"]["x"] // 4)
     of_thread = -(-fours // 768)
     return {"threads": -(-fours // (32 * of_thread)) * 32}
@@ -196,8 +203,9 @@ def attention_prefill_tile(
 
 
 _TILES: Mapping[str, Callable[[Params, Gpu], Tile]] = {
-    "rms_norm": _norm,
-    "layer_norm": _norm,
+    "rms_norm": _row,
+    "layer_norm": _row,
+    "quantize": _row,
     "attention_decode": _attention_decode,
     "attention_prefill": _attention_prefill,
     "linear_gemv_blocks": _gemv_blocks,

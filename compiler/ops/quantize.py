@@ -4,7 +4,7 @@
 
 A block whose scale is more than twice the mean of its row's gets a second digit, so that
 x = scale * (code + fine / 254): of trained models these are about a tenth of the blocks, and make
-most of the rounding error. A reader may leave second digits out (GPU kernels make and read none).
+most of the rounding error.
 
 Shapes: x [M, K] -> Q8 [M, K], the last block padded with zeros. Rounding is to nearest, ties to
 even. A block of zeros has scale 0. Source: DESIGN "Numbers"; com.microsoft MatMulNBits leaves the

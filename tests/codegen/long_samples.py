@@ -1,4 +1,5 @@
-"""Samples with a long K, on which a kernel fills every stage of its rings many times."""
+"""Samples with a long K, on which a kernel fills every stage of its rings many times, and with rows
+that have large blocks of int8."""
 
 from __future__ import annotations
 
@@ -35,8 +36,22 @@ def linear_samples() -> Iterator[Sample]:
 
 
 def quantize_samples() -> Iterator[Sample]:
-    x = np.random.default_rng(0).standard_normal((3, 2050), np.float32)
-    yield Sample({}, (x,), tolerance=1e-6)
+    """Threads with one share of a row, and with two."""
+    rng = np.random.default_rng(0)
+    for width in (2050, 4100):
+        yield Sample({}, (uneven_rows(rng, 3, width),), tolerance=1e-6)
 
 
-LONG_SAMPLES = {"linear": linear_samples, "quantize": quantize_samples}
+def norm_samples() -> Iterator[Sample]:
+    rng = np.random.default_rng(0)
+    weight = random_float_weight(rng, (2080,), DType.F32, "w")
+    for rows in (1, 9):
+        yield Sample({"eps": 1e-6}, (uneven_rows(rng, rows, 2080), weight), tolerance=1e-5)
+
+
+LONG_SAMPLES = {
+    "linear": linear_samples,
+    "quantize": quantize_samples,
+    "rms_norm": norm_samples,
+    "layer_norm": norm_samples,
+}

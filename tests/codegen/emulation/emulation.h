@@ -183,6 +183,10 @@ inline void run_block(Index3 index, int num_threads) {
 inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
 inline float __uint_as_float(unsigned x) { return std::bit_cast<float>(x); }
 inline unsigned __float_as_uint(float x) { return std::bit_cast<unsigned>(x); }
+inline float __double2float_rd(double x) {
+  const float nearest = static_cast<float>(x);
+  return nearest > x ? std::nextafter(nearest, -INFINITY) : nearest;
+}
 inline int __float2int_rn(float x) { return static_cast<int>(std::nearbyint(x)); }
 
 inline int __dp4a(int a, int b, int sum) {
@@ -199,3 +203,12 @@ template <class T>
 inline T __shfl_xor_sync(unsigned, T value, int mask) {
   return ::atsc::lay_open(value)[::atsc::lane() ^ mask];
 }
+
+inline unsigned __ballot_sync(unsigned, bool mine) {
+  const auto all = ::atsc::lay_open(mine);
+  unsigned bits = 0;
+  for (int i = 0; i < 32; ++i) bits |= static_cast<unsigned>(all[i]) << i;
+  return bits;
+}
+
+inline bool __any_sync(unsigned mask, bool mine) { return __ballot_sync(mask, mine) != 0; }

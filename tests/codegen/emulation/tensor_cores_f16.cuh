@@ -14,11 +14,6 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned select) {
   return picked;
 }
 
-inline bool __any_sync(unsigned, bool mine) {
-  const auto all = ::atsc::lay_open(mine);
-  return std::any_of(all.begin(), all.end(), [](bool lane) { return lane; });
-}
-
 namespace atsc {
 
 inline void mma_f16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
