@@ -45,7 +45,7 @@ def failures_of(name: str, samples: Iterable[Sample], gpu: Gpu, folder: Path) ->
 
 
 ROW_WISE = (
-    *("rms_norm", "layer_norm", "rope", "add_positions"),
+    *("quantize", "rms_norm", "layer_norm", "rope", "add_positions"),
     *("div", "gated_activation", "select_rows"),
 )
 
