@@ -79,8 +79,9 @@ def product_call(
     at = [f"b{axis}" for axis in range(len(batch))]
     with code.block("for (int64_t item = lo; item < hi; ++item)"):
         code.line("[[maybe_unused]] int64_t rest = item;")
+        # Tiles below each other come one after the other: they read the same columns.
         for name, size in reversed(
-            [*zip(at, batch, strict=True), ("tile_m", tiles_m), ("tile_n", tiles_n)]
+            [*zip(at, batch, strict=True), ("tile_n", tiles_n), ("tile_m", tiles_m)]
         ):
             code.line(f"[[maybe_unused]] const int64_t {name} = rest % {code.dim(size)};")
             code.line(f"rest /= {code.dim(size)};")

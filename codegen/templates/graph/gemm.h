@@ -52,6 +52,7 @@ static inline __attribute__((always_inline)) void gemm_tile(
         const int64_t width = columns - panel;
         T* const to = packed_b + panel * kDepth + k * kPanel;
         if (width >= kPanel) {  // of known length: a vector or two
+#pragma GCC ivdep  // the workspace is nobody's operand
           for (int64_t n = 0; n < kPanel; ++n) to[n] = b(begin + k, first_n + panel + n);
           continue;
         }
