@@ -1,6 +1,8 @@
 """`atsc bench`: speed by llama-bench's conventions: pp512 reads 512 tokens, tg128 writes 128.
 
 Every test is warmed up, and repeated on random tokens; `-d` fills the context first, untimed.
+With --load other work presses the machine, and only the time per output token (TPOT) is measured,
+without and with the load, for both policies of --transfer.
 """
 
 from __future__ import annotations
@@ -14,11 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from atsc.compiler.commands import load as loads
 from atsc.compiler.commands import run as running
 from atsc.compiler.commands import trace as traces
 from atsc.compiler.commands.console import (
     Console,
     at_least,
+    between,
     existing,
     format_size,
     parse_size,
@@ -69,6 +73,21 @@ def add(parsers: Any) -> argparse.ArgumentParser:
         help="how rounds run on the GPU (graph); synchronous: on one stream, with a wait at each "
         "hand-off, as a plain engine does",
     )
+    parser.add_argument(
+        "--load",
+        type=loads.parse_load,
+        action="append",
+        metavar="cpu=60|gpu=60",
+        help="TPOT under external work on all CPUs, or on the GPU and its link, for this per cent "
+        "of the time; give it again for another load",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=between(0.05, 3600),
+        default=5.0,
+        metavar="S",
+        help="with --load: how long without and with each load (5)",
+    )
     traces.add_flag(parser)
     return parser
 
@@ -97,6 +116,10 @@ def run(args: argparse.Namespace, console: Console) -> int:
     """Do it."""
     directory = existing(args.plan, "plan folder", PlanError)
     refuse_general(directory, "bench")
+    if args.load:
+        from atsc.compiler.commands import under_load
+
+        return under_load.run(args, console, directory)
     tests = list(_tests(args.p, args.n, args.d))
     if not tests:
         raise UsageError("nothing to measure; give -p or -n a number above 0")
@@ -158,7 +181,7 @@ def _measure(
         _work(session, test, warm_up)
         for done in range(repetitions):
             console.progress(test.name, done, repetitions)
-            _restart(session, ids, test.depth)
+            restart(session, ids, test.depth)
             if trace:
                 trace.collect(session, "warm-up")
             begin = time.perf_counter()
@@ -178,7 +201,7 @@ def _work(session: Session, test: Test, ids: NDArray[np.int64]) -> None:
             session.decode(token)
 
 
-def _restart(session: Session, ids: NDArray[np.int64], depth: int) -> None:
+def restart(session: Session, ids: NDArray[np.int64], depth: int) -> None:
     """Back to the depth; fill the context again where a window has forgotten too much."""
     try:
         session.rewind(depth)
