@@ -8,6 +8,7 @@
 //   2 * 128 * 127 = 32512, fit int16; sums go on in int32. (Codes taken as unsigned would reach
 //   2 * 255 * 127 and saturate.)
 // VNNI: vpdpbusd of raw codes, which adds four products in int32.
+// AVX-512 does the same for 16 outputs at a time (linear_q8_512.h).
 // A slab then adds scale_w * scale_x * dot + offset_w * scaled_sum_x in float. Where activations have
 // a second digit (kernel.h), it does so once more.
 #pragma once
@@ -214,7 +215,7 @@ static inline void q8_gemm_tile(const Operands<Layer>& at, int64_t tile, int64_t
 
 }  // namespace atsc
 
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#if defined(__AVX512BW__)
 #include "linear_q8_512.h"
 #endif
 #if defined(__AMX_INT8__) || defined(ATSC_EMULATED_AMX)
@@ -238,7 +239,7 @@ static inline void q8_gemm(const Operands<Layer>& at, int64_t begin, int64_t end
     return;
   }
 #endif
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#if defined(__AVX512BW__)
   for (int64_t tile = begin; tile < end; tile += 2) {
     q8_gemm_pair<Layer>(at, tile, std::min(tile + 2, end), all, rows, refined);
   }

@@ -1,5 +1,6 @@
-// The part of linear_q8.h that AVX-512 VNNI does better: several rows of two tiles, 16 outputs, in
-// one register; activations are broadcast by the instruction that multiplies them.
+// The part of linear_q8.h that AVX-512 does better, with VNNI or without: several rows of two tiles,
+// 16 outputs, in one register. Products are as exact as those of linear_q8.h, and by the same means;
+// vpdpbusd broadcasts the activations that it multiplies.
 #pragma once
 
 #include <cstring>
@@ -8,7 +9,7 @@
 
 namespace atsc {
 
-// Two tiles' weights of one slab of 32 K: raw codes of k = 4 i .. 4 i + 3 in codes[i].
+// Two tiles' weights of one slab of 32 K: the codes of k = 4 i .. 4 i + 3 in codes[i].
 template <class Layer>
 struct Q8SlabPair {
   __m512i codes[8];
@@ -40,11 +41,11 @@ static inline Q8SlabPair<Layer> load_slab_pair(const Operands<Layer>& at, int64_
   return pair;
 }
 
-// Without zero points a code stands for code - 8 or code - 128, which the start of each integer sum
-// takes into account: no operation, since it is a broadcast load in place of a zero.
+// Without zero points a raw code stands for code - 8 or code - 128, which with VNNI the start of each
+// integer sum takes into account: no operation, since it is a broadcast load in place of a zero.
 template <class Layer>
 constexpr bool starts_at_centre() {
-  return Layer::kZeros == Number::none && num_halves<Layer>() == 1;
+  return kVnni && Layer::kZeros == Number::none && num_halves<Layer>() == 1;
 }
 
 template <class Layer>
@@ -57,6 +58,44 @@ static inline __m512i broadcast4_512(const int8_t* x) {
   int32_t four;
   std::memcpy(&four, x, 4);
   return _mm512_set1_epi32(four);
+}
+
+// Sums of products, a step: of raw codes in int32 by VNNI; without it, of int4 in int16, and of |code|
+// and the activation, negated where the code is negative, in int32.
+#if defined(__AVX512VNNI__)
+static inline __m512i add_products(__m512i sum, __m512i codes, __m512i x) {
+  return _mm512_dpbusd_epi32(sum, codes, x);
+}
+#else
+static inline __m512i add_products(__m512i sum, __m512i codes, __m512i x) {
+  return _mm512_add_epi16(sum, _mm512_maddubs_epi16(codes, x));
+}
+#endif
+
+static inline __m512i add_signed_products(__m512i sum, __m512i codes, __m512i x) {
+  const __m512i size = _mm512_maskz_abs_epi8(~__mmask64{0}, codes);
+  x = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(codes), _mm512_setzero_si512(), x);
+  const __m512i products = _mm512_maddubs_epi16(size, x);
+  return _mm512_add_epi32(sum, _mm512_madd_epi16(products, _mm512_set1_epi16(1)));
+}
+
+// Adds the products of four k, of which x has the activations, to a sum.
+template <class Layer>
+static inline __m512i add_four(__m512i sum, __m512i codes, const int8_t* x) {
+  if constexpr (kVnni || Layer::kFormat == Format::int4) {
+    return add_products(sum, codes, broadcast4_512(x));
+  } else {
+    return add_signed_products(sum, codes, broadcast4_512(x));
+  }
+}
+
+// A slab's integer sum, as floats of 16 outputs.
+template <class Layer>
+static inline __m512 sum_of_lanes(__m512i sum) {
+  if constexpr (!kVnni && Layer::kFormat == Format::int4) {
+    sum = _mm512_madd_epi16(sum, _mm512_set1_epi16(1));
+  }
+  return _mm512_maskz_cvtepi32_ps(0xffff, sum);
 }
 
 // y[row] + the product of a slab and a row's activations, for kRows rows from x on. Rows take turns
@@ -73,40 +112,39 @@ static inline void add_q8_rows(const Q8SlabPair<Layer>& slab, const Q8Row& x, co
   for (int i = 0; i < 8; ++i) {
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) {
-      const __m512i four = broadcast4_512(x.codes + row * kQ8Bytes + 4 * i);
-      sums[row] = _mm512_dpbusd_epi32(sums[row], slab.codes[i], four);
+      const int8_t* four = x.codes + row * kQ8Bytes + 4 * i;
+      sums[row] = add_four<Layer>(sums[row], slab.codes[i], four);
     }
   }
 #pragma GCC unroll 8
   for (int row = 0; row < kRows; ++row) {
     __m512 all = _mm512_load_ps(y[row]);
-    if constexpr (!starts_at_centre<Layer>()) {
+    if constexpr (has_offset<Layer, kSigned>() && !starts_at_centre<Layer>()) {
       all = _mm512_fmadd_ps(slab.offset[0], _mm512_set1_ps(x.scaled_sum[row]), all);
     }
     const __m512 factor = _mm512_mul_ps(slab.scale[0], _mm512_set1_ps(x.scale[row]));
-    const __m512 sum = _mm512_maskz_cvtepi32_ps(0xffff, sums[row]);
-    _mm512_store_ps(y[row], _mm512_fmadd_ps(sum, factor, all));
+    _mm512_store_ps(y[row], _mm512_fmadd_ps(sum_of_lanes<Layer>(sums[row]), factor, all));
   }
 }
 
-template <int kFirst>
+template <class Layer, int kFirst>
 static inline __m512 half_dot(const __m512i* codes, const int8_t* x) {
   __m512i sum = _mm512_setzero_si512();
 #pragma GCC unroll 4
-  for (int i = kFirst; i < kFirst + 4; ++i) {
-    sum = _mm512_dpbusd_epi32(sum, codes[i], broadcast4_512(x + 4 * i));
-  }
-  return _mm512_maskz_cvtepi32_ps(0xffff, sum);
+  for (int i = kFirst; i < kFirst + 4; ++i) sum = add_four<Layer>(sum, codes[i], x + 4 * i);
+  return sum_of_lanes<Layer>(sum);
 }
 
 // The same for one row and blocks of 16.
 template <class Layer>
 static inline void add_halves(const Q8SlabPair<Layer>& slab, const Q8Row& x, float* y) {
-  const float half = first_half_sum(x.codes), rest = static_cast<float>(*x.sum) - half;
-  __m512 sum = _mm512_mul_ps(slab.scale[0], half_dot<0>(slab.codes, x.codes));
-  sum = _mm512_fmadd_ps(slab.scale[1], half_dot<4>(slab.codes, x.codes), sum);
-  sum = _mm512_fmadd_ps(slab.offset[0], _mm512_set1_ps(half), sum);
-  sum = _mm512_fmadd_ps(slab.offset[1], _mm512_set1_ps(rest), sum);
+  __m512 sum = _mm512_mul_ps(slab.scale[0], half_dot<Layer, 0>(slab.codes, x.codes));
+  sum = _mm512_fmadd_ps(slab.scale[1], half_dot<Layer, 4>(slab.codes, x.codes), sum);
+  if constexpr (has_offset<Layer, kSigned>()) {
+    const float half = first_half_sum(x.codes), rest = static_cast<float>(*x.sum) - half;
+    sum = _mm512_fmadd_ps(slab.offset[0], _mm512_set1_ps(half), sum);
+    sum = _mm512_fmadd_ps(slab.offset[1], _mm512_set1_ps(rest), sum);
+  }
   _mm512_store_ps(y, _mm512_fmadd_ps(_mm512_set1_ps(*x.scale), sum, _mm512_load_ps(y)));
 }
 
