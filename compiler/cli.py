@@ -1,4 +1,4 @@
-"""The command `atsc`: parses the command line, and turns every error into one line and a code.
+"""The command `atsc`: parses the command line, and turns every error into a line and a code.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
 """
@@ -164,8 +164,10 @@ def _explain(error: Exception, verbose: bool) -> None:
     else:
         hint = "" if verbose else "; run again with -v for the traceback"
         message = f"internal error, please report it: {type(error).__name__}: {error}{hint}"
-    line = "; ".join(part.strip() for part in message.splitlines() if part.strip())
-    sys.stderr.write(f"atsc: {line}\n")
+    lines = [part.strip() for part in message.splitlines() if part.strip()]
+    # A node a line may be a long list; anything else is one line.
+    text = "\n  ".join(lines) if isinstance(error, UnsupportedError) else "; ".join(lines)
+    sys.stderr.write(f"atsc: {text}\n")
 
 
 if __name__ == "__main__":

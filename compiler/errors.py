@@ -1,4 +1,4 @@
-"""Every error that atsc raises on purpose; all of them are one clear line for the user."""
+"""Every error that atsc raises on purpose: one clear line for the user, or one for each node."""
 
 
 class AtscError(Exception):
@@ -14,12 +14,21 @@ class ModelError(AtscError):
 
 
 class UnsupportedError(ModelError):
-    """Nodes that are not supported, all of them; the message has a line for each reason."""
+    """Nodes that are not supported, all of them: the first in the first line, then one a line."""
 
-    def __init__(self, message: str, nodes: list[dict[str, str | int | None]]) -> None:
-        super().__init__(message)
+    def __init__(self, model: str, nodes: list[dict[str, str | int | None]]) -> None:
+        """`nodes` have `node`, `operator` (with its domain), `opset` (None: unknown), `reason`."""
+        first, *others = map(_described, nodes)
+        count = f"{len(nodes)} nodes are" if others else "1 node is"
+        super().__init__("\n  ".join([f"{model}: {count} not supported: {first}", *others]))
         self.nodes = nodes
-        """Each with `node`, `operator` (with its domain), `opset` (None: unknown), `reason`."""
+
+
+def _described(node: dict[str, str | int | None]) -> str:
+    operator, opset = str(node["operator"]), node["opset"]
+    if opset is not None and operator.endswith(")"):
+        operator = f"{operator[:-1]}, opset {opset})"
+    return f"{node['node']}: {operator}: {node['reason']}"
 
 
 class BudgetError(AtscError):

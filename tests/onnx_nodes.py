@@ -414,9 +414,9 @@ def _by_count(counter: collections.Counter[str]) -> list[tuple[str, int]]:
 
 def _summary(reason: str) -> str:
     """A reason without the names of one case."""
-    first = reason.split("; node ")[0]
-    first = re.sub(r"^\S*: cannot compile ", "", first)
-    first = re.sub(r"node \S+ \((\w+) of (\S+) \d+\)", r"\1 of \2", first)
+    first = reason.split("\n")[0]
+    first = re.sub(r"^\S*: \d+ nodes? (is|are) not supported: ", "", first)
+    first = re.sub(r"^\S+: (\w+) \((\S+), opset \d+\)", r"\1 of \2", first)
     first = re.sub(r"node \S+ \((\w+), opset \d+\)", r"\1", first)
     return _cell(first)
 

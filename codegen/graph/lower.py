@@ -315,7 +315,6 @@ def _run_nodes(
 
 
 def _unsupported(graph: TensorGraph, problems: Sequence[tuple[OnnxNode, str]]) -> UnsupportedError:
-    text = "; ".join(f"{node}: {reason}" for node, reason in problems)
     nodes: list[dict[str, str | int | None]] = [
         {
             "node": node.name,
@@ -325,7 +324,7 @@ def _unsupported(graph: TensorGraph, problems: Sequence[tuple[OnnxNode, str]]) -
         }
         for node, reason in problems
     ]
-    return UnsupportedError(f"{graph.name}: cannot compile {text}", nodes)
+    return UnsupportedError(graph.name, nodes)
 
 
 def _outputs(g: Lowering) -> tuple[Buffer, ...]:

@@ -139,7 +139,7 @@ class Lowering:
         """Values of selected rows, [B, W] or [B, 1, W] in ONNX."""
         self._weight_of: dict[tuple[object, ...], str] = {}
         self._node_names: set[str] = set()
-        self._problems: dict[tuple[str, str], list[str]] = {}
+        self._problems: list[tuple[str, str, str]] = []
 
     def emit(
         self, op: str, name: str, inputs: tuple[str, ...], output: str, **attrs: AttrValue
@@ -188,7 +188,7 @@ class Lowering:
 
     def report(self, node: str, subject: str, reason: str) -> None:
         """Note something that is not supported."""
-        self._problems.setdefault((subject, reason), []).append(node)
+        self._problems.append((node, subject, reason))
 
     def raise_problems(self) -> None:
         """Raise one error for all problems so far.
@@ -198,28 +198,20 @@ class Lowering:
         """
         if not self._problems:
             return
-        count = sum(map(len, self._problems.values()))
-        lines = [f"{self.file.path}: not supported ({count}):"]
-        for (subject, reason), names in self._problems.items():
-            lines.append(f"  {subject}: {reason}: {', '.join(names)}")
-        raise UnsupportedError("\n".join(lines), self._unsupported())
-
-    def _unsupported(self) -> list[dict[str, str | int | None]]:
-        """Every node that was reported, for programs."""
         versions = {
             domain or "ai.onnx": version
             for domain, version in self.file.model.graph.opset_imports.items()
         }
-        return [
+        nodes: list[dict[str, str | int | None]] = [
             {
                 "node": name,
                 "operator": subject,
                 "opset": versions.get(subject.rpartition(" (")[2].removesuffix(")")),
                 "reason": reason,
             }
-            for (subject, reason), names in self._problems.items()
-            for name in names
+            for name, subject, reason in self._problems
         ]
+        raise UnsupportedError(str(self.file.path), nodes)
 
 
 def lower_node(lowering: Lowering, node: onnx_ir.Node, rule: Rule | None) -> None:
@@ -241,8 +233,8 @@ def lower_node(lowering: Lowering, node: onnx_ir.Node, rule: Rule | None) -> Non
             return
         except ModelError as error:
             problems = [str(error)]
-    for problem in problems:
-        lowering.report(name, subject, problem)
+    if problems:
+        lowering.report(name, subject, "; ".join(problems))
     for output in outputs:
         lowering.bind(output, Unknown())
 

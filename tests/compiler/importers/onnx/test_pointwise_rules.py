@@ -64,7 +64,7 @@ def test_a_constant_minus_a_value_is_refused() -> None:
     mini = decoder()
     mini.constant("c", np.ones(12, np.float32))
     mini.node("Sub", ["c", "x"], ["logits"])
-    with pytest.raises(ModelError, match=r"Sub \(ai.onnx\): input 0 is the constant c"):
+    with pytest.raises(ModelError, match=r"the_Sub: Sub \(.*: input 0 is the constant c"):
         mini.imported()
 
 
@@ -93,7 +93,7 @@ def test_another_power_is_refused() -> None:
     mini = decoder()
     mini.constant("three", np.float32(3))
     mini.node("Pow", ["x", "three"], ["logits"])
-    with pytest.raises(ModelError, match=r"Pow \(ai.onnx\): the exponent is not .* 2: the_Pow"):
+    with pytest.raises(ModelError, match=r"the_Pow: Pow \(.*: the exponent is not .* 2$"):
         mini.imported()
 
 

@@ -193,7 +193,7 @@ def test_matmul_nbits_quantizer(bits: int, symmetric: bool, quant_format: QuantF
     )  # fmt: skip
     quantizer.process()
     made = Rewritten(decoder, quantizer.model.model)
-    made.assert_agrees(tolerance=2e-5 if quant_format is QuantFormat.QOperator else 2e-2)
+    made.assert_agrees(tolerance=2e-5)
     formats = {str(w.format) for w in made.imported().weights.values()}
     zero_points = "z" if not symmetric else ""
     assert f"int{max(bits, 4)}b32{zero_points}" in formats
@@ -268,7 +268,7 @@ def test_what_is_no_dynamic_quantisation_is_refused() -> None:
     decoder.node("Cast", ["i"], ["f"], to=TensorProto.FLOAT)
     decoder.node("Mul", ["s", "scale"], ["both"], name="scales")
     decoder.node("Mul", ["f", "both"], ["logits"])
-    with pytest.raises(ModelError, match="operator MatMulInteger is not supported: the_MatMulInt"):
+    with pytest.raises(ModelError, match=r"the_MatMulInteger: .* MatMulInteger is not supported"):
         decoder.imported()
 
 

@@ -89,8 +89,10 @@ def test_one_node(case: str) -> None:
     op, inputs, attrs, reason = CASES[case]
     domain = "" if op in ("LayerNormalization", "MatMul", "Cast") else MICROSOFT
     message = decoder_with(op, inputs, domain, **attrs)
-    assert f"not supported (1):\n  {op} ({domain or 'ai.onnx'}): {reason}" in message
-    assert message.endswith(": /layer/node")
+    opset = 1 if domain else 22
+    named = f"/layer/node: {op} ({domain or 'ai.onnx'}, opset {opset}): {reason}"
+    assert f"model.onnx: 1 node is not supported: {named}" in message
+    assert "\n" not in message
 
 
 ATTENTION: dict[str, tuple[dict[str, object], dict[int, str], str]] = {
@@ -135,7 +137,7 @@ def test_attention(case: str) -> None:
         "GroupQueryAttention", names, ["logits", *present], MICROSOFT, name="/layer/attention",
         **{"num_heads": 4, "kv_num_heads": 2} | attrs,
     )  # fmt: skip
-    assert f"GroupQueryAttention (com.microsoft): {reason}" in refusal(decoder)
+    assert f"GroupQueryAttention (com.microsoft, opset 1): {reason}" in refusal(decoder)
 
 
 def test_every_problem_is_named_and_only_once() -> None:
@@ -146,12 +148,22 @@ def test_every_problem_is_named_and_only_once() -> None:
     decoder.node("Gelu", ["c"], ["d"], name="wrong_gelu", approximate="cubic")
     decoder.node("Softmax", ["d"], ["logits"], name="softmax")
     message = refusal(decoder).splitlines()
-    assert message[0].endswith("model.onnx: not supported (4):")
+    moe = "QMoE (com.microsoft, opset 1): operator QMoE is not supported"
+    gelu = "attribute approximate is cubic, supported: none or tanh"
+    assert message[0].endswith(f"model.onnx: 4 nodes are not supported: moe_0: {moe}")
     assert message[1:] == [
-        "  QMoE (com.microsoft): operator QMoE is not supported: moe_0, moe_1",
-        "  Gelu (ai.onnx): attribute approximate is cubic, supported: none or tanh: wrong_gelu",
-        "  Softmax (ai.onnx): operator Softmax is not supported: softmax",
+        f"  moe_1: {moe}",
+        f"  wrong_gelu: Gelu (ai.onnx, opset 22): {gelu}",
+        "  softmax: Softmax (ai.onnx, opset 22): operator Softmax is not supported",
     ]
+
+
+def test_a_node_is_named_once_with_all_that_is_wrong_with_it() -> None:
+    message = decoder_with("MatMulNBits", WEIGHT, MICROSOFT, **BITS | {"bits": 3, "sorted": 1})
+    assert "1 node is not supported: /layer/node: " in message
+    assert message.endswith(
+        "attribute bits is 3, supported: 2 or 4 or 8; attribute sorted is not supported"
+    )
 
 
 def test_programs_read_the_same_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,7 +175,11 @@ def test_programs_read_the_same_list(tmp_path: Path, capsys: pytest.CaptureFixtu
     path = decoder.save(tmp_path)
     assert main(["compile", str(path), "-o", str(tmp_path / "p.atsplan"), "--json"]) == 1
     output = capsys.readouterr()
-    assert output.err.count("\n") == 1
+    assert output.err == (
+        f"atsc: {path}: 2 nodes are not supported: "
+        "moe_0: QMoE (com.microsoft, opset 1): operator QMoE is not supported\n"
+        "  softmax: Softmax (ai.onnx, opset 22): operator Softmax is not supported\n"
+    )
     document = json.loads(output.out)
     assert document["unsupported"] == [
         {
@@ -209,7 +225,7 @@ def embeddings(decoder: MiniDecoder) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (three_axes, "input of the model: an input with shape [3,B,M] and this name: position_ids"),
+        (three_axes, "position_ids: input of the model: an input with shape [3,B,M] and this name"),
         (hidden_states, "expected logits as the one output beside the caches: logits, x"),
         (embeddings, "a plan reads token ids, not embeddings; export the model with its"),
     ],
