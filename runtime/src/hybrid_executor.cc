@@ -76,7 +76,8 @@ HybridRound& HybridExecutor::prepare(const RoundShape& shape, const SessionPlace
   if (HybridRound* known = find(shape, place)) {
     known->last_used = num_rounds_;
     const TransferPolicy::Adopted& adopted = policy_.choice_of(shape);
-    if (known->version != adopted.version) {  // another session's round brought the new choice
+    // Another session's round brought the new choice, or the policy went back to the old one.
+    if (known->version != adopted.version && platform::now_ns() >= remake_from_ns_) {
       maker_.submit({.place = &place, .shape = shape, .question = {}, .choice = adopted.choice,
                      .version = adopted.version});
     }
@@ -126,8 +127,11 @@ void HybridExecutor::adopt_what_is_ready() {
     if (known != prepared_.end()) std::swap(*known, result->round);
     maker_.discard(std::move(result->round));
   }
-  if (!order.question) return;
   const int64_t now_ns = platform::now_ns();
+  if (!order.question) {
+    if (result->has_failed) remake_from_ns_ = now_ns + kPauseAfterFailureNs;
+    return;
+  }
   if (result->has_failed) {
     policy_.put_off(*order.question, now_ns + kPauseAfterFailureNs);
   } else {
@@ -136,7 +140,7 @@ void HybridExecutor::adopt_what_is_ready() {
 }
 
 void HybridExecutor::look_at_speeds(const HybridRound& round) {
-  policy_.observe(round.shape, record_, round.built.splits);
+  policy_.observe(round.shape, record_, round.built.splits, round.version);
   std::optional<TransferPolicy::Question> question = policy_.due(round.shape, record_.end_ns);
   if (!question) return;
   const int version = question->version;
@@ -169,6 +173,7 @@ bool HybridExecutor::run(const Round& round, const SessionPlace& place) {
     residency_.device().check_host_args(instruction.node->name, instruction.args);
   }
   record_ = {};
+  record_.position = round.position;
   record_.begin_ns = platform::now_ns();
   if (!prepared.executable) {
     const bool is_whole = run_segments(prepared, round);

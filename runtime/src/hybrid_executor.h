@@ -74,6 +74,7 @@ class HybridExecutor {
   RoundMaker maker_;
   std::vector<std::unique_ptr<HybridRound>> prepared_;
   uint64_t num_rounds_ = 0;
+  int64_t remake_from_ns_ = 0;  // not before, rounds of an old choice
   RoundRecord record_;
 
   std::mutex mutex_;  // guards the rest

@@ -26,6 +26,7 @@ struct RoundRecord {
     int64_t wait_ns, ready_ns;   // their difference is the exposed wait
   };
   int64_t begin_ns = 0, end_ns = 0;
+  int64_t position = 0;  // of the first token
   std::vector<Segment> segments;
   std::vector<Run> runs;
   std::vector<Copy> copies;

@@ -86,54 +86,59 @@ void LoadMonitor::observe(const RoundShape& shape, const RoundRecord& record,
 
 void LoadMonitor::observe_cpu(const RoundShape& shape, const RoundRecord& record,
                               const Splits& splits) {
-  std::vector<Part> parts;
+  parts_.clear();
+  units_.clear();
   for (size_t index = 0; index < record.segments.size(); ++index) {
     const RoundRecord::Segment& segment = record.segments[index];
-    Part part;
-    part.taken_ns = length(segment.begin_ns, segment.end_ns);
+    const double taken_ns = length(segment.begin_ns, segment.end_ns);
     double beside_ns = 0;
     for (const RoundRecord::Copy& copy : record.copies) {
       beside_ns += common(segment.begin_ns, segment.end_ns, copy.begin_ns, copy.copied_ns);
     }
-    part.taken_ns -= std::min(beside_ns, part.taken_ns) * (1 - model_.cpu_share());
+    add_part(taken_ns - std::min(beside_ns, taken_ns) * (1 - model_.cpu_share()));
     for (const int node : splits.segments[index].nodes) {
       const int unit = model_.unit_timed_at(node);
       if (unit < 0) continue;
-      part.units.push_back(unit);
-      part.expected_ns +=
-          model_.times(unit, shape).cpu_ns * cpu_shares_[static_cast<size_t>(unit)];
+      add_unit(unit, model_.times(unit, shape).cpu_ns * cpu_shares_[static_cast<size_t>(unit)]);
     }
-    parts.push_back(std::move(part));
   }
-  learn(parts, cpu_shares_, cpu_);
+  learn(cpu_shares_, cpu_);
 }
 
 void LoadMonitor::observe_gpu(const RoundShape& shape, const RoundRecord& record,
                               const Splits& splits) {
-  std::vector<Part> parts;
+  parts_.clear();
+  units_.clear();
   for (size_t index = 0; index < record.runs.size(); ++index) {
     const RoundRecord::Run& run = record.runs[index];
-    Part part;
-    part.taken_ns = length(run.begin_ns, run.end_ns);
+    double taken_ns = length(run.begin_ns, run.end_ns);
     for (const RoundRecord::Copy& copy : record.copies) {
-      part.taken_ns -= common(run.begin_ns, run.end_ns, copy.wait_ns, copy.ready_ns);
+      taken_ns -= common(run.begin_ns, run.end_ns, copy.wait_ns, copy.ready_ns);
     }
+    add_part(taken_ns);
     for (const DeviceStep& step : splits.runs[index].steps) {
       const int unit = model_.unit_timed_at(step.node);
       if (unit < 0) continue;
-      part.units.push_back(unit);
-      part.expected_ns +=
-          model_.times(unit, shape).gpu_ns * gpu_shares_[static_cast<size_t>(unit)];
+      add_unit(unit, model_.times(unit, shape).gpu_ns * gpu_shares_[static_cast<size_t>(unit)]);
     }
-    parts.push_back(std::move(part));
   }
-  learn(parts, gpu_shares_, gpu_);
+  learn(gpu_shares_, gpu_);
+}
+
+void LoadMonitor::add_part(double taken_ns) {
+  parts_.push_back({taken_ns, 0, units_.size(), units_.size()});
+}
+
+void LoadMonitor::add_unit(int unit, double expected_ns) {
+  units_.push_back(unit);
+  parts_.back().expected_ns += expected_ns;
+  parts_.back().end_unit = units_.size();
 }
 
 // The side's drift from all parts; from what each differs from it, its units' own factors.
-void LoadMonitor::learn(const std::vector<Part>& parts, std::vector<double>& shares, Drift& drift) {
+void LoadMonitor::learn(std::vector<double>& shares, Drift& drift) {
   double taken_ns = 0, expected_ns = 0;
-  for (const Part& part : parts) {
+  for (const Part& part : parts_) {
     if (part.expected_ns <= 0) continue;
     taken_ns += part.taken_ns;
     expected_ns += part.expected_ns;
@@ -142,11 +147,11 @@ void LoadMonitor::learn(const std::vector<Part>& parts, std::vector<double>& sha
   const double ratio = taken_ns / expected_ns;
   drift.observe(ratio, clock_ns_);
   const double rate = std::max(kLearningRate, 1.0 / (num_learned_ + 2));
-  for (const Part& part : parts) {
+  for (const Part& part : parts_) {
     if (part.expected_ns <= 0 || part.taken_ns <= 0) continue;
     const double own = std::clamp(part.taken_ns / part.expected_ns / ratio, 0.5, 2.0);
-    for (const int unit : part.units) {
-      double& share = shares[static_cast<size_t>(unit)];
+    for (size_t index = part.first_unit; index < part.end_unit; ++index) {
+      double& share = shares[static_cast<size_t>(units_[index])];
       share = std::clamp(share * (1 + rate * (own - 1)), 1 / kMostShare, kMostShare);
     }
   }

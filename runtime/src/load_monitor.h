@@ -69,19 +69,23 @@ class LoadMonitor {
   // A segment or a run.
   struct Part {
     double taken_ns = 0, expected_ns = 0;
-    std::vector<int> units;
+    size_t first_unit = 0, end_unit = 0;  // in units_
   };
 
   void observe_cpu(const RoundShape& shape, const RoundRecord& record, const Splits& splits);
   void observe_gpu(const RoundShape& shape, const RoundRecord& record, const Splits& splits);
   void observe_link(const RoundRecord& record);
   void observe_hand_offs(const RoundRecord& record, const Splits& splits);
-  void learn(const std::vector<Part>& parts, std::vector<double>& shares, Drift& drift);
+  void add_part(double taken_ns);
+  void add_unit(int unit, double expected_ns);
+  void learn(std::vector<double>& shares, Drift& drift);
 
   const Plan& plan_;
   const TransferModel& model_;
   Drift cpu_, gpu_, link_, hand_off_;
   std::vector<double> cpu_shares_, gpu_shares_;  // of a unit: its own factor besides the drift
+  std::vector<Part> parts_;  // of the side that is looked at; kept, so that rounds allocate nothing
+  std::vector<int> units_;
   int num_learned_ = 0;
   int64_t recent_round_ns_ = 0;
   int64_t clock_ns_ = 1;  // of the drifts: time in rounds, so that a pause makes nobody forget

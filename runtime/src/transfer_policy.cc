@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <utility>
 
 #include "kernel.h"
 
@@ -11,6 +12,7 @@ namespace {
 
 constexpr size_t kMostAdopted = 16, kMostChanges = 1000;
 constexpr int kRoundsToConfirm = 20;
+constexpr int kRoundsToWait = 8;  // a drift takes four to follow
 
 // "CPU 38 % slower", "link 2.4 times as fast"
 std::string change_text(const char* what, double assumed, double now) {
@@ -90,11 +92,31 @@ TransferPolicy::Adopted& TransferPolicy::find_or_choose(const RoundShape& shape)
 }
 
 void TransferPolicy::observe(const RoundShape& shape, const RoundRecord& record,
-                             const Splits& splits) {
+                             const Splits& splits, int version) {
   if (!chooses_ || options_.mode != TransferMode::kLoadAware) return;
   // Rounds of a few rows take their weights as those of one row do, but not quite so long.
   if (shape.num_tokens > 1 && shape.num_tokens <= kFewRows) return;
   monitors_[static_cast<size_t>(class_of(shape))].observe(shape, record, splits);
+  const auto known = std::ranges::find(adopted_, shape, &Adopted::shape);
+  if (known == adopted_.end() || known->version != version) return;
+  known->rounds_to_wait = std::max(known->rounds_to_wait - 1, 0);
+  known->trial.observe({record.end_ns - record.begin_ns, record.position, shape.num_tokens});
+  if (known->trial.was_better_before()) go_back(*known);
+}
+
+// What is assumed are the speeds of the question, which were measured with the choice before.
+void TransferPolicy::go_back(Adopted& adopted) {
+  Answer answer;
+  answer.before_ns = adopted.trial.after_ns();
+  answer.after_ns = adopted.trial.before_ns();
+  adopted.choice = answer.choice = std::move(adopted.before);
+  adopted.version = num_versions_++;
+  adopted.trial.reset();
+  adopted.rounds_to_wait = kRoundsToWait;
+  adopted.rounds_to_confirm = 0;
+  log({.shape = adopted.shape, .version = adopted.version, .present = {}, .speeds = {},
+       .drifts = {}, .reason = "back: measured slower than before"},
+      answer, {});
 }
 
 bool TransferPolicy::is_off(double assumed, double now) const {
@@ -120,6 +142,7 @@ std::optional<TransferPolicy::Question> TransferPolicy::due(const RoundShape& sh
   const LoadMonitor& monitor = monitors_[static_cast<size_t>(class_of(shape))];
   Adopted& adopted = find_or_choose(shape);
   if (adopted.rounds_to_confirm > 1) --adopted.rounds_to_confirm;
+  if (adopted.trial.is_under_way() || adopted.rounds_to_wait > 0) return std::nullopt;
   const auto least_ns = static_cast<double>(monitor.recent_round_ns()) * options_.reschedule_interval;
   const bool is_early = static_cast<double>(now_ns - adopted.asked_ns) < least_ns;
   if (is_early && !options_.choose_at_random) return std::nullopt;
@@ -164,7 +187,8 @@ void TransferPolicy::settle(const Question& question, const Answer& answer, cons
   known->asked_ns = now_ns;
   known->assumed = question.drifts;
   if (!answer.is_worthwhile) return;
-  known->choice = answer.choice;
+  if (!options_.choose_at_random) known->trial.begin();
+  known->before = std::exchange(known->choice, answer.choice);
   known->version = question.version;
   log(question, answer, cost);
 }

@@ -7,6 +7,8 @@
 // takes as long as a small round. A change is asked about as soon as it shows, and once more when it
 // has been measured for longer. The answer is taken only if it promises a gain worth the trouble;
 // either way, what is assumed from then on is what was asked with, so that nothing is asked twice.
+// A new choice is on trial (choice_trial.h): if rounds get slower than they were, the one before comes
+// back, and what is assumed stays, so that it is not given up again until speeds move.
 //
 //     rounds' thread    choice_of, observe, due, settle, put_off
 //     any thread        decide, take_change
@@ -24,6 +26,7 @@
 #include <vector>
 
 #include "atsc.h"
+#include "choice_trial.h"
 #include "load_monitor.h"
 #include "transfer_model.h"
 
@@ -55,11 +58,16 @@ class TransferPolicy {
     int64_t asked_ns = 0;        // when it was last thought over; 0: never
     int rounds_to_confirm = 0;   // until it is asked once more; 0: it is not
     std::string reason = {};     // of the latest question
+    ChoiceTrial trial = {};
+    Choice before = {};          // what comes back if the trial says so
+    int rounds_to_wait = 0;      // until speeds are those of the choice that came back
     uint64_t last_used = 0;
   };
   const Adopted& choice_of(const RoundShape& shape);
 
-  void observe(const RoundShape& shape, const RoundRecord& record, const Splits& splits);
+  // `version`: of the choice that the round ran with.
+  void observe(const RoundShape& shape, const RoundRecord& record, const Splits& splits,
+               int version);
 
   struct Question {
     RoundShape shape;
@@ -97,6 +105,7 @@ class TransferPolicy {
   Choice plain_choice(const RoundShape& shape) const;
   std::string reason_for(const Drifts& assumed, const Drifts& now) const;
   bool is_off(double assumed, double now) const;
+  void go_back(Adopted& adopted);
   void log(const Question& question, const Answer& answer, const Cost& cost);
 
   const Plan& plan_;

@@ -40,6 +40,15 @@ def test_choosing_anew(policy_test: Path, name: str, count: int, seed: int) -> N
     check(policy_test, name, count, seed)
 
 
+def test_going_back_to_what_was_faster(policy_test: Path) -> None:
+    check(policy_test, "mistake", 100, 1)
+
+
+def test_watching_costs_rounds_next_to_nothing(policy_test: Path) -> None:
+    """Less than 1 % of 40 ms; and what differs from the plan for good is asked about once."""
+    check(policy_test, "overhead", 2000, 1)
+
+
 def test_random_choices(choices_test: Path) -> None:
     check(choices_test, "choices", 400, 1)
 

@@ -4,6 +4,8 @@
 //     policy_test change TRIALS SEED FILE    speeds change: two questions find a choice within 5 %
 //     policy_test noise MINUTES SEED FILE    speeds jitter by 10 %: no more than a change a minute
 //     policy_test probe TRIALS SEED FILE     a link that nobody uses has recovered: it is tried again
+//     policy_test mistake TRIALS SEED FILE   choices slow rounds down for reasons that no model knows
+//     policy_test overhead ROUNDS SEED FILE  what watching costs a round; constant speeds are no news
 //
 // Prints "fine"; FILE is for the weights.
 #include "random_plan.h"
@@ -13,8 +15,8 @@ namespace atsc::testing {
 namespace {
 
 // Times of a unit as compilation found them; a layer's link takes about as long as its CPU.
-RandomPlan plan_with_times(Random& random) {
-  RandomPlan made(random, 6 + below(random, 6));
+RandomPlan plan_with_times(Random& random, int num_layers) {
+  RandomPlan made(random, num_layers);
   for (UnitEntry& unit : made.units) {
     const bool is_heavy = unit.kind == UnitKind::kWeights;
     const double cpu_ns = is_heavy ? between(random, 100e3, 400e3) : between(random, 5e3, 30e3);
@@ -25,6 +27,13 @@ RandomPlan plan_with_times(Random& random) {
     unit.transfer_ns = is_heavy ? std::llrint(cpu_ns * between(random, 0.7, 1.3)) : 0;
   }
   return made;
+}
+
+std::vector<int> units_of(const Choice& choice) {
+  std::vector<int> units;
+  for (const Promotion& promotion : choice) units.push_back(promotion.unit);
+  std::ranges::sort(units);
+  return units;
 }
 
 struct Noise {
@@ -47,6 +56,9 @@ class Machine {
   }
 
   double cpu = 1, gpu = 1, link = 1;  // factors of times
+  // Of the CPU's times, and of a whole round, with other choices than `innocent`.
+  double hidden_cpu = 1, hidden_round = 1;
+  Choice innocent;
 
   Speeds speeds() const {
     Speeds made{own_cpu_, own_gpu_, link, 1};
@@ -59,7 +71,7 @@ class Machine {
   RoundRecord run(const RoundShape& shape, const Choice& choice, const Splits& splits,
                   Noise noise);
 
-  int64_t now_ns = 1'000'000;
+  int64_t now_ns = 1'000'000, position = 0;
   const Setup& setup_;
   const TransferModel model;
 
@@ -119,8 +131,11 @@ double beside_copies(double work_ns, double beside_ns) {
 
 RoundRecord Machine::run(const RoundShape& shape, const Choice& choice, const Splits& splits,
                          Noise noise) {
-  const double cpu_now = cpu * noise(), gpu_now = gpu * noise(), link_now = link * noise();
+  const bool is_innocent = units_of(choice) == units_of(innocent);
+  const double cpu_now = cpu * noise() * (is_innocent ? 1 : hidden_cpu);
+  const double gpu_now = gpu * noise(), link_now = link * noise();
   RoundRecord record;
+  record.position = position++;
   record.begin_ns = now_ns;
   Copies copies(choice, record, [&](int unit) { return model.transfer_ns(unit) * link_now; });
   record.segments.resize(splits.segments.size());
@@ -175,6 +190,10 @@ RoundRecord Machine::run(const RoundShape& shape, const Choice& choice, const Sp
     }
     run.end_ns = now_ns;
   }
+  if (!is_innocent) {
+    now_ns += static_cast<int64_t>(static_cast<double>(now_ns - record.begin_ns) *
+                                   (hidden_round - 1));
+  }
   record.end_ns = now_ns;
   return record;
 }
@@ -184,7 +203,7 @@ class Game {
  public:
   Game(Random& random, const std::string& path, const TransferOptions& options = {})
       : random_(random),
-        made_(plan_with_times(random)),
+        made_(plan_with_times(random, 6 + below(random, 6))),
         setup_(made_, path, placement(), VirtualOptions{}, 1, 1),
         policy_(setup_.plan, *setup_.residency, options),
         machine_(setup_, random) {
@@ -204,6 +223,17 @@ class Game {
   }
 
   size_t num_promoted() { return policy_.choice_of(shape).choice.size(); }
+  const Choice& choice() { return policy_.choice_of(shape).choice; }
+
+  // The latest change's; empty: none since the last call.
+  std::string reason() {
+    std::string found;
+    for (atsc_change change = policy_.take_change(); change.when_ns != 0;
+         change = policy_.take_change()) {
+      found = change.reason;
+    }
+    return found;
+  }
 
   RoundShape shape{1, 1};
   int num_questions = 0, num_changes = 0;
@@ -232,7 +262,8 @@ class Game {
                     .splits;
       version_ = adopted.version;
     }
-    policy_.observe(shape, machine_.run(shape, adopted.choice, splits_, noise), splits_);
+    policy_.observe(shape, machine_.run(shape, adopted.choice, splits_, noise), splits_,
+                    adopted.version);
     if (question_) return;
     question_ = policy_.due(shape, machine_.now_ns);
     delay_ = 2;
@@ -305,6 +336,90 @@ void test_probe(Random& random, const std::string& path, int num_trials) {
   }
 }
 
+// A change makes the policy choose anew, but the new choice is slower than the old one: it goes
+// back and stays there, until the next change, when nothing is wrong any more.
+void test_mistake(Random& random, const std::string& path, int num_trials) {
+  int num_mistakes = 0;
+  for (int trial = 0; trial < num_trials; ++trial) {
+    Game game(random, path);
+    Machine& machine = game.machine();
+    game.play(40, 0.02);
+    const Choice first = game.choice();
+    machine.innocent = first;
+    machine.hidden_round = between(random, 1.5, 3);
+    if (trial % 2 == 0) machine.hidden_cpu = 1.8;  // which looks like one more change
+    machine.cpu = 1.8;
+    game.reason();
+    game.num_changes = 0;
+    game.play(80, 0.02);
+    if (game.num_changes == 0) continue;  // the first choice is still the best one
+    ++num_mistakes;
+    const std::string reason = game.reason();
+    std::fprintf(stderr, "%d: %zu promoted, then %zu; %d questions; %s\n", trial, first.size(),
+                 game.num_promoted(), game.num_questions, reason.c_str());
+    EXPECT(reason == "back: measured slower than before");
+    EXPECT(units_of(game.choice()) == units_of(first));
+    game.num_questions = 0;
+    game.play(1000, 0.02);
+    EXPECT(game.num_questions == 0);
+    EXPECT(units_of(game.choice()) == units_of(first));
+    machine.hidden_cpu = machine.hidden_round = 1;
+    machine.cpu = 2.6;
+    game.play(80, 0.02);
+    EXPECT(game.num_questions > 0);
+    EXPECT(game.regret() < 0.05);
+  }
+  EXPECT(num_mistakes > num_trials / 3);
+}
+
+// Rounds with 50 segments, 50 runs and 30 copies, at speeds that are not the plan's.
+void test_overhead(Random& random, const std::string& path, int num_rounds) {
+  constexpr int kLayers = 50, kPromoted = 30;
+  constexpr int64_t kMostNs = 400'000;  // 1 % of 40 ms
+  const RandomPlan made = plan_with_times(random, kLayers);
+  Placement placement;
+  placement.on_device = {0};
+  placement.num_slots = 2;
+  placement.slot_bytes = 1 << 20;
+  for (int layer = 0; layer < kLayers; ++layer) {
+    placement.on_device.insert(placement.on_device.end(), {0, 0, 1});
+  }
+  placement.on_device.push_back(1);
+  Setup setup(made, path, placement, VirtualOptions{}, 1, 1);
+  TransferPolicy policy(setup.plan, *setup.residency, {});
+  Machine machine(setup, random);
+  machine.cpu = 1.4, machine.gpu = 0.6, machine.link = 1.3;
+  Choice choice;
+  for (int unit = 4; choice.size() < kPromoted; unit += 3) {
+    choice.push_back({unit, static_cast<int>(choice.size() % 2), -1});
+  }
+  const RoundShape shape{1, 1};
+  const Splits splits = build_round(setup.plan, *setup.residency, *setup.residency->take_place(), 1,
+                                    1, choice)
+                            .splits;
+  EXPECT(splits.segments.size() >= 50 && splits.runs.size() >= 50);
+  std::vector<int64_t> taken_ns;
+  int num_questions = 0;
+  for (int round = 0; round < num_rounds; ++round) {
+    const int version = policy.choice_of(shape).version;
+    const RoundRecord record = machine.run(shape, choice, splits, {random, 0.02});
+    EXPECT(record.copies.size() == kPromoted);
+    const int64_t begin_ns = platform::now_ns();
+    policy.observe(shape, record, splits, version);
+    const auto question = policy.due(shape, machine.now_ns);
+    taken_ns.push_back(platform::now_ns() - begin_ns);
+    if (!question) continue;
+    ++num_questions;
+    policy.settle(*question, {}, {}, machine.now_ns);  // nothing is better than what there is
+  }
+  std::ranges::sort(taken_ns);
+  const int64_t median_ns = taken_ns[taken_ns.size() / 2];
+  std::fprintf(stderr, "%.1f us a round, %d questions in %d rounds\n",
+               static_cast<double>(median_ns) / 1e3, num_questions, num_rounds);
+  EXPECT(median_ns < kMostNs);
+  EXPECT(num_questions <= 2);
+}
+
 }  // namespace
 }  // namespace atsc::testing
 
@@ -317,5 +432,7 @@ int main(int argc, char** argv) {
   if (name == "change") test_change(random, argv[4], count);
   if (name == "noise") test_noise(random, argv[4], count);
   if (name == "probe") test_probe(random, argv[4], count);
+  if (name == "mistake") test_mistake(random, argv[4], count);
+  if (name == "overhead") test_overhead(random, argv[4], count);
   std::puts("fine");
 }
