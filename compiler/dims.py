@@ -132,7 +132,10 @@ class Dim:
                     part = part * values.get(atom, Dim.of(atom))
                 else:
                     left, right = atom.left.substitute(values), atom.right.substitute(values)
-                    part = part * (left // right if atom.operation == "floordiv" else _call(atom.operation, left, right))
+                    is_quotient = atom.operation == "floordiv"
+                    part = part * (
+                        left // right if is_quotient else _call(atom.operation, left, right)
+                    )
             total = total + part
         return total
 

@@ -150,9 +150,7 @@ def _compile(options: CompileOptions, output: Path, stages: Stages) -> Path:
         )
 
 
-def _compile_graph(
-    options: CompileOptions, target: Target, output: Path, stages: Stages
-) -> Path:
+def _compile_graph(options: CompileOptions, target: Target, output: Path, stages: Stages) -> Path:
     """A model that is no language model: its graph as it is, on the CPU."""
     if target.gpu:
         raise UsageError(
@@ -160,9 +158,7 @@ def _compile_graph(
             "CPU for now: leave --vram, --policy and a --target with a GPU out"
         )
     graph = stages.run("import", lambda: import_general(options.model, has_rule))
-    code = stages.run(
-        "generate", lambda: generate_graph(graph, stages.progress, options.toolchain)
-    )
+    code = stages.run("generate", lambda: generate_graph(graph, stages.progress, options.toolchain))
     return stages.run("package", lambda: write_graph(graph, code, options, target, output))
 
 
