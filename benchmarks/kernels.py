@@ -8,7 +8,8 @@ Each shape has as many copies of its weights as `--copies-mib` holds, used in tu
 come from beyond the caches as far as the machine allows. `read` is the time of an AVX2 read of the
 same bytes divided by the kernel's: 1 is the memory's limit. Kernel and read alternate in
 one run; each is the best of several medians, since other programs may run beside it. `--refined` is
-the share of activation blocks that have a second digit (compiler/ops/quantize.py).
+the share of activation blocks that have a second digit (compiler/ops/quantize.py). `--isa amx` has
+kernels of level 4 for more than 8 rows alone.
 """
 
 from __future__ import annotations
@@ -33,7 +34,15 @@ from atsc.compiler.ops.linear import random_block_weight, random_float_weight
 from atsc.compiler.ops.quantize import quantize_rows
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "codegen"))
-from kernel_runner import CpuKernel, KernelArgs, aligned, q8_bytes
+from kernel_runner import (
+    AMX_CPU_FLAGS,
+    CpuKernel,
+    KernelArgs,
+    aligned,
+    can_run,
+    may_use_amx,
+    q8_bytes,
+)
 
 SHAPES = ["576x576", "1536x576", "576x1536", "49152x576", "3072x1024", "1024x3072", "151936x1024"]
 
@@ -70,7 +79,10 @@ def kernel_of(stored: StoredWeight, level: int, rows: int, isa: str) -> Kernel:
     operands = [TensorType(kind, (rows, width)), stored]
     kernels = kernels_of(op, {"accuracy_level": level}, operands, [True], rows <= 8)
     if isa not in kernels:
-        raise SystemExit(f"kernels.py: linear has no template for {isa}")
+        raise SystemExit(
+            f"kernels.py: {isa} has no linear of level {level} for rounds of --rows {rows}; "
+            "give other --rows, --level or --isa"
+        )
     return kernels[isa]
 
 
@@ -178,6 +190,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    isa = next(level for level in ISA_LEVELS if level.name == options.isa)
+    if not (can_run(isa) and (may_use_amx() or not isa.cpu_flags >= AMX_CPU_FLAGS)):
+        raise SystemExit(f"kernels.py: this machine has no {options.isa}; choose another --isa")
     found = []
     with tempfile.TemporaryDirectory() as folder:
         for index, row in enumerate(measure(options, Path(folder))):

@@ -97,11 +97,21 @@ class Guarded:
 
 
 def q8_bytes(value: Q8Array) -> np.ndarray:
-    """A Q8 value as runtime/src/kernel.h lays it out."""
+    """A Q8 value as runtime/src/kernel.h lays it out; what nobody has set is poisoned."""
     fine = value.fine or Q8Array(
         np.zeros_like(value.codes), np.zeros_like(value.scales), value.width
     )
-    return np.concatenate([digit_bytes(value), digit_bytes(fine)])
+    return np.concatenate([digit_bytes(value), fine_bytes(fine)])
+
+
+def fine_bytes(fine: Q8Array) -> np.ndarray:
+    """The second digit: of blocks without one, the scale alone is set."""
+    missing = fine.scales == 0
+    fine = dataclasses.replace(fine, codes=np.where(missing[..., None], np.int8(-127), fine.codes))
+    memory = digit_bytes(fine)
+    scaled_sums = memory[fine.scales.size * (BLOCK + 4) :].view(np.float32)[: fine.scales.size]
+    scaled_sums[missing.T.ravel()] = np.nan
+    return memory
 
 
 def digit_bytes(value: Q8Array) -> np.ndarray:
@@ -221,9 +231,17 @@ def build(prepared: Iterable[Prepared], folder: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
+def may_use_amx() -> bool:
+    """Asks for AMX, whose tiles Linux gives to none but a process that asks; runtime/src/isa.h."""
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    if not cpu_flags() >= AMX_CPU_FLAGS:
+        return False
+    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
+
+
 def flags_here(unit: Unit) -> tuple[str, ...]:
-    """A unit's flags, with AMX emulated where this CPU lacks it."""
-    if cpu_flags() >= AMX_CPU_FLAGS or not set(AMX_FLAGS) <= set(unit.flags):
+    """A unit's flags, with AMX emulated where this process may not use it."""
+    if not set(AMX_FLAGS) <= set(unit.flags) or may_use_amx():
         return unit.flags
     return (*(flag for flag in unit.flags if flag not in AMX_FLAGS), "-DATSC_EMULATED_AMX")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,9 +29,11 @@ LEVELS = [
 WIDTH = 96
 
 
-def extreme_weight(bits: int, pattern: str, zero_points: int | None) -> Weight:
-    """Eight rows and a half of codes at the ends of their range."""
-    outputs, blocks = 12, WIDTH // 32
+def extreme_weight(
+    bits: int, pattern: str, zero_points: int | None, outputs: int = 12, width: int = WIDTH
+) -> Weight:
+    """Codes at the ends of their range."""
+    blocks = width // 32
     top = (1 << bits) - 1
     codes = np.zeros((outputs, blocks, 32), np.uint8)
     if pattern == "high":
@@ -44,7 +47,7 @@ def extreme_weight(bits: int, pattern: str, zero_points: int | None) -> Weight:
     parts = {"codes": ArraySource.of(packed), "scales": ArraySource.of(scales)}
     if zero_points is not None:
         parts["zero_points"] = ArraySource.of(np.full((outputs, blocks), zero_points, np.uint8))
-    return Weight("w", (outputs, WIDTH), BlockFormat(bits, 32, zero_points is not None), parts)
+    return Weight("w", (outputs, width), BlockFormat(bits, 32, zero_points is not None), parts)
 
 
 def extreme_activations(rows: int) -> Q8Array:
@@ -69,12 +72,46 @@ def test_products_never_saturate(isa: IsaLevel, tmp_path: Path) -> None:
     ]
     op = all_ops()["linear"]
     prepared = [p for sample in samples if (p := prepare(op, sample, isa)) is not None]
-    if not prepared:
-        pytest.skip(f"linear has no template of its own for {isa.name}")
     library = build(prepared, tmp_path)
     for case in prepared:
         (expected, _), (actual, *_) = reference(case), run(case, library)
         # All terms are multiples of 1/16 below 2^20: float sums of them are exact.
+        np.testing.assert_array_equal(actual, expected, err_msg=case.kernel.symbol)
+
+
+def activations_with_fine_rows(counts: Sequence[int], rows: int) -> Q8Array:
+    """Random rows, of which `counts[i]` anywhere have a second digit in block i."""
+    rng, blocks = np.random.default_rng(rows), len(counts)
+    codes, fine_codes = rng.integers(-127, 128, (2, rows, blocks, 32), np.int8)
+    fine_scales = np.zeros((rows, blocks), np.float32)
+    for block, count in enumerate(counts):
+        fine_scales[rng.permutation(rows)[:count], block] = 0.125
+    scales = np.full((rows, blocks), 0.25, np.float32)
+    width = 32 * blocks
+    return Q8Array(codes, scales, width, Q8Array(fine_codes, fine_scales, width))
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+def test_any_number_of_rows_has_second_digits(isa: IsaLevel, tmp_path: Path) -> None:
+    """AMX adds them by tiles from 12 rows of a block of rows on, and row by row below."""
+    op = all_ops()["linear"]
+    most = 24
+    weights = [
+        extreme_weight(bits, "alternating", zero_points, outputs, 32 * 7)
+        for bits in (4, 8)
+        for zero_points in (None, 3)
+        for outputs in (8, 28)
+    ]
+    prepared = [
+        case
+        for weight in weights
+        for rows in (24, 40, 64, 100)
+        for x in [activations_with_fine_rows([0, 1, 11, 12, 13, most, 0], rows)]
+        if (case := prepare(op, Sample({"accuracy_level": 4}, (x, weight)), isa))
+    ]
+    library = build(prepared, tmp_path)
+    for case in prepared:
+        (expected, _), (actual, *_) = reference(case), run(case, library)
         np.testing.assert_array_equal(actual, expected, err_msg=case.kernel.symbol)
 
 
