@@ -10,8 +10,13 @@ watched, and compares with what `inspect` and `simulate` predicted and with the 
 The ablation of ATSInfer's Figure 15 runs the plan that is there in other ways:
 MODEL/layer+synchronous is its base; MODEL/tensor+synchronous has tensor placement,
 MODEL/tensor+asynchronous (no promotion in decode) rounds that do not wait as well,
-MODEL/tensor+static promotions chosen once, and MODEL/tensor is all of it. MODEL/tensor+series has
-its Figure 14: how busy the GPU and how fast the link were over a round, from a trace.
+MODEL/tensor+static promotions chosen once, and MODEL/tensor is all of it. MODEL/tensor+pp2048 reads
+a longer prompt. MODEL/tensor+load has its Figure 13: the time per token under each of --loads, for
+static and load-aware promotions. MODEL/tensor+series has its Figure 14: how busy the GPU and how
+fast the link were over a round, from a trace.
+
+A model has one plan folder, so steps of a plan follow the step that compiles it; otherwise the more
+important steps come first, for runs that are ended in time.
 
 The packages run from this checkout, installed or not. Processes are bound to the first --threads
 cores that this one may use. A step that outlasts its budget is ended and reported; --total ends the
@@ -40,9 +45,10 @@ PACKAGES = HERE.parent / ".links"
 MODELS = ("qwen3-14b", "qwen3-8b")
 POLICIES = ("tensor", "gpu", "layer")
 VARIANTS = {
+    "pp2048": ("-p", "2048", "-n", "0"),
+    "static": ("--transfer", "static"),
     "asynchronous": ("--transfer", "none"),
     "synchronous": ("--transfer", "none", "--rounds", "synchronous"),
-    "static": ("--transfer", "static"),
 }
 """Flags of `atsc bench`."""
 NUM_SLICES = 40
@@ -214,6 +220,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-p", type=int, default=512, metavar="N", help="tokens to read")
     parser.add_argument("-n", type=int, default=128, metavar="N", help="tokens to write")
     parser.add_argument("-d", default="0,2048", metavar="N,...", help="tokens before")
+    parser.add_argument("--loads", default="cpu=60,gpu=60", metavar="LOAD,...", help="external")
+    parser.add_argument("--seconds", type=float, default=5, metavar="S", help="under each load")
     parser.add_argument("-r", type=int, default=2, metavar="N", help="repetitions")
     parser.add_argument("--total", type=float, default=3600, metavar="S", help="of the whole run")
     parser.add_argument("--scale", type=float, default=1, metavar="X", help="budgets of steps")
@@ -230,9 +238,9 @@ def _steps(args: argparse.Namespace) -> Iterator[Step]:
                 300,
                 lambda run, model=model, policy=policy: _plan(run, model, policy),
             )
-            if policy == "gpu":
-                continue
-            for name in VARIANTS if policy == "tensor" else ("synchronous",):
+            if policy == "tensor":
+                yield Step(f"{model}/tensor+load", 240, lambda run, m=model: _load(run, m))
+            for name in {"tensor": tuple(VARIANTS), "layer": ("synchronous",)}.get(policy, ()):
                 yield Step(
                     f"{model}/{policy}+{name}",
                     90,
@@ -331,6 +339,22 @@ def _variant(run: Run, model: str, policy: str, name: str) -> Record:
     return {"policy": policy, "tok_s": tokens, "samples": bench["rows"], "flags": VARIANTS[name]}
 
 
+def _load(run: Run, model: str) -> Record:
+    """TPOT without and with each load; one that cannot be made does not hold up the others."""
+    args, plan = run.args, _made_plan(run, model, "tensor")
+    options = ("-n", args.n, "--seconds", args.seconds, "--threads", args.threads)
+    found: Record = {"load": [], "errors": {}}
+    for load in args.loads.split(","):
+        try:
+            found["load"] += run.atsc("bench", plan, "--load", load, *options)["rows"]
+        except StepError as error:
+            found["errors"][load] = str(error)
+            _say(f"{model}/tensor+load, {load}: {error}")
+    if not found["load"]:
+        raise StepError("; ".join(found["errors"].values()))
+    return found
+
+
 def _series(run: Run, model: str) -> Record:
     """Busy shares and rates over the last prefill chunk and the last decode step."""
     plan, trace = _made_plan(run, model, "tensor"), Path(run.args.work) / f"{model}-trace.json"
@@ -427,6 +451,12 @@ def _table(records: dict[str, Record]) -> str:
             lines.append(f"| {name} | | {record['error']} | | | |")
         for test, rate in record.get("tok_s", {}).items():
             lines.append(f"| {name} | | {test} | {rate:.1f} | | |")
+        for row in record.get("load", ()):
+            without, under = (row[key]["tpot_median_ms"] for key in ("without", "with"))
+            change = f"TPOT {without:.1f} to {under:.1f} ms, {row['increase_percent']:+.0f} %"
+            lines.append(f"| {name} | | {row['policy']}, {row['load']}: {change} | | | |")
+        for load, error in record.get("errors", {}).items():
+            lines.append(f"| {name} | | {load}: {error} | | | |")
         for row in record.get("rows", ()):
             peak = record["vram"]["peak_bytes"] / 2**30
             cells = [name, f"{peak:.2f}", row["test"], f"{row['tok_s']:.1f} ± {row['sd']:.1f}"]

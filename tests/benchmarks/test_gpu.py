@@ -179,6 +179,45 @@ def test_a_variant_wants_the_plan_of_its_policy(
         gpu._variant(run, "m", "layer", "synchronous")
 
 
+def test_a_load_that_cannot_be_made_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured_plan(tmp_path, monkeypatch, "tensor")
+    row = {"policy": "static", "without": {"tpot_median_ms": 40.0}, "increase_percent": 25.0}
+
+    def atsc(run: gpu.Run, command: str, plan: Path, flag: str, load: str, *more: object) -> Any:
+        assert (command, flag, more[:2]) == ("bench", "--load", ("-n", 128))
+        if load == "gpu=60":
+            raise gpu.StepError("no GPU")
+        return {"rows": [{**row, "load": load, "with": {"tpot_median_ms": 50.0}}]}
+
+    monkeypatch.setattr(gpu.Run, "atsc", atsc)
+    args = gpu._parser().parse_args(["--work", str(tmp_path)])
+    run = gpu.Run(args, gpu.Clock(time.monotonic() + 60, time.monotonic() + 60), {})
+    found = gpu._load(run, "m")
+    assert ([row["load"] for row in found["load"]], found["errors"]) == (
+        ["cpu=60"],
+        {"gpu=60": "no GPU"},
+    )
+    table = gpu._table({"m/tensor+load": {"ok": True, **found}})
+    assert "| m/tensor+load | | static, cpu=60: TPOT 40.0 to 50.0 ms, +25 % |" in table
+    assert "| m/tensor+load | | gpu=60: no GPU |" in table
+    args.loads = "gpu=60"
+    with pytest.raises(gpu.StepError, match="no GPU"):
+        gpu._load(run, "m")
+
+
+def test_steps_of_a_plan_follow_it(tmp_path: Path) -> None:
+    names = [step.name for step in gpu._steps(gpu._parser().parse_args(["--models", "m"]))]
+    assert names[:5] == ["limits", "m/make", "m/tensor", "m/tensor+load", "m/tensor+pp2048"]
+    plans = [name.split("+")[0] for name in names[2:]]
+    assert [plan for plan, before in zip(plans, ["", *plans], strict=False) if plan != before] == [
+        "m/tensor",
+        "m/gpu",
+        "m/layer",
+    ]
+
+
 def test_a_series_splits_events_over_slices() -> None:
     def event(kind: str, begin: float, length: float, **more: Any) -> Record:
         return {"cat": kind, "ts": begin, "dur": length, "args": more}
