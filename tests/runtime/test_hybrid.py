@@ -7,6 +7,7 @@ every placement must give the very bits of the CPU alone.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 import warnings
@@ -16,12 +17,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fake_plan import FakeTokenizer
 
+from atsc.compiler import cli
 from atsc.compiler.driver import CompileOptions, compile_model
 from atsc.compiler.errors import CancelledError, DeviceError, UsageError
 from atsc.passes import partition
 from atsc.passes.rungs import Candidate, RungRequest, is_streamed
-from atsc.runtime import capi
+from atsc.runtime import capi, loader
 from atsc.runtime.loader import F32Array, Plan, load
 
 pytestmark = pytest.mark.toolchain
@@ -378,3 +381,35 @@ def test_events_of_a_round(folder: Path) -> None:
     waits = {event.number: event for event in streamed if event.track == "device wait"}
     assert all(waits[copy.number].end_ns >= copy.end_ns for copy in copies)
     assert sum(wait.end_ns - wait.begin_ns for wait in waits.values()) > 0
+
+
+@pytest.mark.parametrize("transfer", ["load-aware", "static", "none"])
+def test_run_tells_when_promotions_change(
+    folder: Path,
+    transfer: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """All weights on the host, which is suddenly a hundred times as slow."""
+    with load(folder, device=False) as plan:
+        num_units = plan.num_units
+    asked: list[dict[str, object]] = []
+
+    def load_slow(path: Path, **options: object) -> Plan:
+        asked.append(options)
+        plan = load(path, on_device=[False] * num_units, **options)  # type: ignore[arg-type]
+        monkeypatch.setattr(plan, "_tokenizer", FakeTokenizer())
+        plan.script_device("cpu", 100)
+        return plan
+
+    monkeypatch.setattr(loader, "load", load_slow)
+    flags = ("--transfer", transfer, "--drift-threshold", "0.5", "--reschedule-interval", "8")
+    more = ("--threads", "1", "-n", "40", "--temperature", "0")
+    assert cli.main(["run", str(folder), "-p", "abc", "-v", *flags, *more]) == 0
+    (options,) = asked
+    numbers = {"drift_threshold": 0.5, "reschedule_interval": 8}
+    assert options == {"transfer": transfer, "threads": 1, "vram": None, **numbers}
+    told = re.findall(r"[\d.]+ s ago: decode promotes .*", capsys.readouterr().err)
+    expected = r".* promotes \d+ units, \d+\.\d MiB \(.*CPU [\d.]+ times as slow.*\); predicted: .*"
+    assert any(re.fullmatch(expected, line) for line in told) == (transfer == "load-aware"), told
+    assert transfer != "none" or not told

@@ -33,7 +33,9 @@ def check(program: Path, name: str, count: int, seed: int, timeout: float = 120)
     assert "WARNING" not in shown.stderr and "ERROR" not in shown.stderr
 
 
-@pytest.mark.parametrize(("name", "count"), [("change", 300), ("noise", 40), ("probe", 10)])
+@pytest.mark.parametrize(
+    ("name", "count"), [("change", 300), ("noise", 40), ("probe", 10), ("options", 20)]
+)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_choosing_anew(policy_test: Path, name: str, count: int, seed: int) -> None:
     """On a simulated clock; policy_test.cc says what must hold."""

@@ -5,6 +5,7 @@
 //     policy_test noise MINUTES SEED FILE    speeds jitter by 10 %: no more than a change a minute
 //     policy_test probe TRIALS SEED FILE     a link that nobody uses has recovered: it is tried again
 //     policy_test mistake TRIALS SEED FILE   choices slow rounds down for reasons that no model knows
+//     policy_test options TRIALS SEED FILE   how large a change is one, and how soon the next
 //     policy_test overhead ROUNDS SEED FILE  what watching costs a round; constant speeds are no news
 //
 // Prints "fine"; FILE is for the weights.
@@ -372,6 +373,30 @@ void test_mistake(Random& random, const std::string& path, int num_trials) {
   EXPECT(num_mistakes > num_trials / 3);
 }
 
+// A threshold of 50 % lets a change of 35 % pass; an interval of 200 rounds holds the next question up.
+void test_options(Random& random, const std::string& path, int num_trials) {
+  for (int trial = 0; trial < num_trials; ++trial) {
+    Game game(random, path, {.drift_threshold = 0.5});
+    game.play(60, 0.02);
+    game.num_questions = 0;
+    game.machine().cpu = 1.35;
+    game.play(100, 0.02);
+    EXPECT(game.num_questions == 0);
+    game.machine().cpu = 1.9;
+    game.play(30, 0.02);
+    EXPECT(game.num_questions > 0);
+
+    Game patient(random, path, {.reschedule_interval = 200});
+    patient.machine().cpu = 2;
+    while (patient.num_questions == 0) patient.play(1, 0.02);
+    patient.machine().cpu = 4;
+    patient.play(60, 0.02);
+    EXPECT(patient.num_questions == 1);
+    patient.play(600, 0.02);
+    EXPECT(patient.num_questions > 1);
+  }
+}
+
 // Rounds with 50 segments, 50 runs and 30 copies, at speeds that are not the plan's.
 void test_overhead(Random& random, const std::string& path, int num_rounds) {
   constexpr int kLayers = 50, kPromoted = 30;
@@ -433,6 +458,7 @@ int main(int argc, char** argv) {
   if (name == "noise") test_noise(random, argv[4], count);
   if (name == "probe") test_probe(random, argv[4], count);
   if (name == "mistake") test_mistake(random, argv[4], count);
+  if (name == "options") test_options(random, argv[4], count);
   if (name == "overhead") test_overhead(random, argv[4], count);
   std::puts("fine");
 }
