@@ -211,7 +211,7 @@ def gpu_work(driver: Any) -> Work:
     from atsc.codegen.nvrtc import CudaUnit, compile_cuda
 
     device = _call(driver, "cuDeviceGet", 0)
-    sleeping = driver.CUctx_flags.CU_CTX_SCHED_BLOCKING_SYNC  # the CPU is not what is pressed
+    sleeping = int(driver.CUctx_flags.CU_CTX_SCHED_BLOCKING_SYNC)  # the CPU is not what is pressed
     _call(driver, "cuDevicePrimaryCtxSetFlags", device, sleeping)
     _call(driver, "cuCtxSetCurrent", _call(driver, "cuDevicePrimaryCtxRetain", device))
 
@@ -226,7 +226,7 @@ def gpu_work(driver: Any) -> Work:
     function = _call(driver, "cuModuleGetFunction", module, b"press")
     num_blocks = BLOCKS_PER_SM * attribute("MULTIPROCESSOR_COUNT")
     streams = [
-        _call(driver, "cuStreamCreate", driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        _call(driver, "cuStreamCreate", int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
         for _ in range(2)
     ]
     data = int(_call(driver, "cuMemAlloc", BUFFER_BYTES))
