@@ -19,6 +19,8 @@ _GRAPH, _INITIALIZER, _RAW_DATA, _EXTERNAL_DATA, _DATA_LOCATION = 7, 5, 9, 13, 1
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _EXTERNAL = 1
 _LEAST_BYTES = 4096
+_MOST_BYTES = (1 << 31) - 1
+"""Protobuf's own limit of a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ def detach_large_tensors(data: memoryview, file_name: str) -> bytes:
     """The model's message without the bytes of its large initializers.
 
     Raises:
-        ValueError: the bytes are no protobuf message.
+        ValueError: the bytes are no protobuf message, or more than one may have is left.
     """
 
     def graph(start: int, end: int) -> bytes:
@@ -55,18 +57,29 @@ def _rewrite(
     for field in _fields(data, start, end):
         change = changes.get(field.number)
         if change is None or field.wire_type != _BYTES:
-            out += data[field.start : field.end]
+            _append(out, data[field.start : field.end])
         else:
-            out += _bytes_field(field.number, change(field.payload, field.end))
+            _append(out, _bytes_field(field.number, change(field.payload, field.end)))
     return bytes(out)
+
+
+def _append(out: bytearray, piece: memoryview | bytes) -> None:
+    """Copy a piece, unless parsing would refuse the whole anyway."""
+    if len(out) + len(piece) > _MOST_BYTES:
+        raise ValueError("2 GiB or more in one message; save it with its weights in external data")
+    out += piece
 
 
 def _detach(data: memoryview, start: int, end: int, file_name: str) -> bytes:
     fields = list(_fields(data, start, end))
     raw = [field for field in fields if field.number == _RAW_DATA]
-    if len(raw) != 1 or raw[0].end - raw[0].payload < _LEAST_BYTES:
-        return bytes(data[start:end])
-    out = bytearray().join(data[f.start : f.end] for f in fields if f is not raw[0])
+    is_large = len(raw) == 1 and raw[0].end - raw[0].payload >= _LEAST_BYTES
+    out = bytearray()
+    for field in fields:
+        if not (is_large and field is raw[0]):
+            _append(out, data[field.start : field.end])
+    if not is_large:
+        return bytes(out)
     place = {"location": file_name, "offset": raw[0].payload, "length": raw[0].end - raw[0].payload}
     for key, value in place.items():
         entry = _bytes_field(1, key.encode()) + _bytes_field(2, str(value).encode())
@@ -79,6 +92,8 @@ def _fields(data: memoryview, start: int, end: int) -> Iterator[_Field]:
     while start < end:
         tag, payload = _read_varint(data, start, end)
         wire_type = tag & 7
+        if not tag >> 3:
+            raise ValueError(f"a field without a number at byte {start}")
         if wire_type == _VARINT:
             _, after = _read_varint(data, payload, end)
         elif wire_type == _BYTES:

@@ -9,6 +9,7 @@ this module prove what a graph does, instead of recognising how an exporter spel
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,9 @@ MOVEMENTS = (
 )
 """Operators of the default domain that only move elements, or change their float type."""
 _TABLES = {"Gather", "GatherBlockQuantized"}
+_SAME_SHAPE = {"Identity", "Cast", "Dropout"}
+_MOST_ELEMENTS = 4096
+"""Larger constants, as stored or as nodes make them, are weights, which shapes do not hang on."""
 
 
 class NotEvaluable(Exception):
@@ -259,6 +263,8 @@ class Rounds:
         if node.op_type in _TABLES and not self.is_data(node.inputs[0]):
             axis = _int(node, "axis", 0) or 0
             return [(*shapes[0][:axis], *shapes[1], *shapes[0][axis + 1 :])]
+        if node.op_type in _SAME_SHAPE:
+            return [shapes[0]] * len(node.outputs)
         if node.op_type in MOVEMENTS or node.op_type.startswith("Reduce"):
             inputs = [
                 None if v is None else self._stand_in(v, shape, at)
@@ -274,7 +280,7 @@ class Rounds:
 
     def _stand_in(self, value: Value, shape: tuple[int, ...], at: Round) -> Array:
         """Something of the same shape: an index, or activations and weights that take no memory."""
-        is_weight = value.const_value is not None and value.const_value.size > 4096
+        is_weight = self.depends(value) == "constant" and math.prod(shape) > _MOST_ELEMENTS
         if self.is_data(value) or is_weight:
             return np.broadcast_to(np.float32(0), shape)
         return self.value(value, at)
