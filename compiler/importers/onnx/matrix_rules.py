@@ -304,7 +304,7 @@ RULES = (
         {
             "bits": Attr(4, (4, 8)),
             "block_size": Attr(128, BLOCK_SIZES),
-            "gather_axis": Attr(0, (0,)),
+            "gather_axis": Attr(0, (0, -2)),
             "quantize_axis": Attr(1, (1, -1)),
         },
     ),

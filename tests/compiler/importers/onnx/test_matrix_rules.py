@@ -178,6 +178,35 @@ def test_gather_block_quantized(
     decoder.assert_agrees(tolerance=1e-7)
 
 
+@pytest.mark.parametrize("axes", [(0, -1), (-2, 1), (-2, -1)])
+@pytest.mark.parametrize("kind", ["u8x4", "int4"])
+def test_axes_counted_from_the_end(kind: str, axes: tuple[int, int]) -> None:
+    rng = np.random.default_rng(0)
+    decoder = MiniDecoder(np.zeros((5, 1), np.float32))
+    decoder.nodes.clear()
+    shape = (5, 32) if kind == "int4" else None
+    element = TensorProto.INT4 if kind == "int4" else None
+    decoder.constant("codes", rng.integers(0, 256, (5, 16), np.uint8), element, shape)
+    decoder.constant("scales", signed_scales(rng, 5, 2))
+    decoder.node(
+        "GatherBlockQuantized", ["codes", "input_ids", "scales"], ["logits"], MICROSOFT,
+        bits=4, block_size=16, gather_axis=axes[0], quantize_axis=axes[1],
+    )  # fmt: skip
+    decoder.assert_agrees(tolerance=1e-7)
+
+
+def test_a_matrix_of_two_nodes_is_one_weight() -> None:
+    rng = np.random.default_rng(0)
+    decoder = MiniDecoder(floats(rng, 3, 32))
+    names = block_constants(decoder, rng, (32, 32), 4, 16, "packed")
+    for source, result in (("x", "y"), ("y", "logits")):
+        decoder.node(
+            "MatMulNBits", [source, *names], [result], MICROSOFT, result, N=32, K=32, block_size=16
+        )
+    decoder.assert_agrees(tolerance=1e-5)
+    assert list(decoder.imported().weights) == ["table", "codes"]
+
+
 def offset_decoder(
     rng: np.random.Generator, bits: int, size: int, shape: tuple[int, int]
 ) -> MiniDecoder:

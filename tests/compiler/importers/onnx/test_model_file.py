@@ -95,6 +95,18 @@ def test_a_link_to_the_model_file_alone(tmp_path: Path) -> None:
     assert graph.info.name == "shortcut"
 
 
+@pytest.mark.parametrize("location", ["weights/deep/model.data", "weights\\deep\\model.data"])
+def test_external_data_below_the_folder(tmp_path: Path, location: str) -> None:
+    path = decoder().save(tmp_path, external=True)
+    (tmp_path / "weights" / "deep").mkdir(parents=True)
+    (tmp_path / "model.onnx.data").rename(tmp_path / "weights" / "deep" / "model.data")
+    model = onnx.load(path, load_external_data=False)
+    for tensor in model.graph.initializer:
+        next(e for e in tensor.external_data if e.key == "location").value = location
+    path.write_bytes(model.SerializeToString())
+    np.testing.assert_array_equal(dequantize(import_onnx(path).weights["table"]), TABLE)
+
+
 @pytest.mark.parametrize("location", ["../other.data", "a/../../other.data", "/etc/hostname"])
 def test_external_data_outside_the_folder(tmp_path: Path, location: str) -> None:
     folder = tmp_path / "model"

@@ -199,6 +199,21 @@ def test_matmul_nbits_quantizer(bits: int, symmetric: bool, quant_format: QuantF
     assert f"int{max(bits, 4)}b32{zero_points}" in formats
 
 
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_a_table_of_the_quantizer(symmetric: bool) -> None:
+    """The embedding becomes a GatherBlockQuantized of int4 or uint4 elements."""
+    decoder = float_decoder()
+    quantizer = MatMulNBitsQuantizer(
+        decoder.model(), block_size=32, is_symmetric=symmetric, accuracy_level=1,
+        op_types_to_quantize=("MatMul", "Gather"), quant_axes=(("MatMul", 0), ("Gather", 1)),
+    )  # fmt: skip
+    quantizer.process()
+    made = Rewritten(decoder, quantizer.model.model)
+    made.assert_agrees(tolerance=2e-5)
+    table = made.imported().weights["table_Q4"]
+    assert table.format == BlockFormat(4, 32, has_zero_points=not symmetric)
+
+
 @pytest.mark.parametrize("per_channel", [False, True])
 @pytest.mark.parametrize("kind", [QuantType.QInt8, QuantType.QUInt8])
 def test_quantize_dynamic(tmp_path: Path, kind: QuantType, per_channel: bool) -> None:

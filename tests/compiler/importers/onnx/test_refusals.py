@@ -80,6 +80,18 @@ CASES: dict[str, tuple[str, list[str], dict[str, object], str]] = {
     ),
     "unknown operator": ("QMoE", ["x"], {"k": 2}, "operator QMoE is not supported"),
     "product of values": ("MatMul", ["x", "x"], {}, "input 1 is activations, expected a constant"),
+    "blocks along the gathered axis": (
+        "GatherBlockQuantized", ["codes", "input_ids", "scales"], {"quantize_axis": 0},
+        "attribute quantize_axis is 0, supported: 1 or -1",
+    ),
+    "columns gathered": (
+        "GatherBlockQuantized", ["codes", "input_ids", "scales"],
+        {"gather_axis": 1, "quantize_axis": 0},
+        "attribute gather_axis is 1, supported: 0 or -2; attribute quantize_axis is 0",
+    ),
+    "cache that is written in place": (
+        "ScatterND", ["x", "order", "row"], {}, "operator ScatterND is not supported"
+    ),
     "cast to integers": ("Cast", ["x"], {"to": 7}, "a cast to INT64"),
 }  # fmt: skip
 
@@ -87,7 +99,7 @@ CASES: dict[str, tuple[str, list[str], dict[str, object], str]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_one_node(case: str) -> None:
     op, inputs, attrs, reason = CASES[case]
-    domain = "" if op in ("LayerNormalization", "MatMul", "Cast") else MICROSOFT
+    domain = "" if op in ("LayerNormalization", "MatMul", "Cast", "ScatterND") else MICROSOFT
     message = decoder_with(op, inputs, domain, **attrs)
     opset = 1 if domain else 22
     named = f"/layer/node: {op} ({domain or 'ai.onnx'}, opset {opset}): {reason}"
