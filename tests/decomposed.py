@@ -35,6 +35,7 @@ class Spelling:
     merged: bool = False
     half: bool = False  # weights of 16 bits, cast to 32
     narrow: bool = False  # everything in 16 bits
+    wide_low: bool = False  # the mask in 32 bits, its -3.4e38 cast to 16
     positions: str = "input"  # cumsum: of the mask; shifted: counted from 1
     batch: str | int = "batch"
     guard: bool = False
@@ -139,6 +140,10 @@ class Decoder:
             return str(seen)
         low = self.const(np.finfo(np.float16 if self.s.narrow else np.float32).min)
         mask = self.op("Where", seen, self.const(0.0), low)
+        if self.s.wide_low:
+            values = (np.array(v, np.float32) for v in (0, np.finfo(np.float32).min))
+            zero, low = (self.op("Constant", value=numpy_helper.from_array(v)) for v in values)
+            mask = self.op("Cast", self.op("Where", seen, zero, low), to=self.element)
         if self.s.mask == "biased":
             slope = self.op("Cast", self.op("Sub", key, row), to=TensorProto.FLOAT)
             mask = self.op("Add", mask, self.op("Mul", slope, self.const(0.1)))

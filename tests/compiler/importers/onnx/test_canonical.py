@@ -90,6 +90,7 @@ RIGHT = {
     "positions from the mask": Spelling(positions="cumsum"),
     "positions from 1": Spelling(positions="shifted", rope="partial"),
     "narrow": Spelling(narrow=True, window=5),
+    "narrow, -3.4e38": Spelling(narrow=True, wide_low=True),
     "half": Spelling(half=True),
     "batch of one": Spelling(batch=1),
 }
