@@ -7,6 +7,7 @@ lengths and positions of a contiguous sequence (operands.Affine).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,18 @@ def _context_length(lowering: Lowering) -> int | None:
     return int(length) if length else None
 
 
+def _say_limit(lowering: Lowering, length: int | None) -> None:
+    """Warn where nobody asked for a context, and the model has one beyond the branches chosen."""
+    limit = min(lowering.length_limits, default=None)
+    if limit is None or lowering.context is not None or (length is not None and length <= limit):
+        return
+    warnings.warn(
+        f"{lowering.file.path}: limited to {limit} tokens, for which the model has tables of their "
+        f"own; it reaches {length or 'further'} with others: say which with --ctx TOKENS",
+        stacklevel=2,
+    )
+
+
 def _model_info(lowering: Lowering, vocab_size: int) -> ModelInfo:
     """What the configuration files beside the model say, with what the graph says as fallback."""
     file, config = lowering.file, _configuration(lowering)
@@ -235,6 +248,7 @@ def _model_info(lowering: Lowering, vocab_size: int) -> ModelInfo:
             f"{file.path}: cannot tell the context length: "
             "put a genai_config.json or config.json beside the model"
         )
+    _say_limit(lowering, length)
     eos = config.get("eos_token_id")
     eos_ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
     bos = config.get("bos_token_id")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from interpreter import replay
-from mini_decoder import MiniDecoder
+from mini_decoder import MICROSOFT, MiniDecoder
 from onnx import TensorProto, helper
 
+from atsc.compiler.cli import main
 from atsc.compiler.errors import ModelError
 from atsc.compiler.importers.onnx import import_onnx
 from atsc.compiler.weights import dequantize
@@ -57,9 +59,37 @@ def test_every_spelling_of_the_limit(tmp_path: Path, op: str, swapped: bool) -> 
     table = np.frombuffer(decoder.initializers[0].raw_data, np.float32).reshape(12, 8)
     np.testing.assert_allclose(decoder.onnxruntime([short]), 2 * table[short])
     np.testing.assert_allclose(decoder.onnxruntime([long]), 3 * table[long])
-    assert imported(decoder, tmp_path, None) == (2, LIMIT)
+    with pytest.warns(UserWarning, match=f"limited to {LIMIT} tokens, .* reaches 128 with others"):
+        assert imported(decoder, tmp_path, None) == (2, LIMIT)
     assert imported(decoder, tmp_path, LIMIT) == (2, LIMIT)
     assert imported(decoder, tmp_path, LIMIT + 1) == (3, 128)
+
+
+def test_no_word_of_a_limit_that_is_the_model_s_own(tmp_path: Path) -> None:
+    """Warnings are errors in tests."""
+    path = longrope("Greater", False, False).save(tmp_path)
+    (tmp_path / "genai_config.json").write_text(json.dumps({"model": {"context_length": LIMIT}}))
+    assert import_onnx(path).info.context_length == LIMIT
+
+
+@pytest.mark.filterwarnings("default")
+def test_the_command_says_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    decoder = longrope("Greater", False, False)
+    decoder.nodes[-1].output[0] = "product"
+    past, present = decoder.cache(0, 1, 8)
+    decoder.constant("w", np.ones((8, 24), np.float32))
+    decoder.node("MatMul", ["product", "w"], ["qkv"])
+    decoder.node(
+        "GroupQueryAttention", ["qkv", "", "", *past, "seqlens", "total"], ["logits", *present],
+        MICROSOFT, num_heads=1, kv_num_heads=1,
+    )  # fmt: skip
+    path = decoder.save(tmp_path)
+    command = ["compile", str(path), "-o", str(tmp_path / "p.atsplan"), "--stop-after", "import"]
+    assert main(command) == 0
+    note = f"atsc: {path}: limited to {LIMIT} tokens, "
+    assert capsys.readouterr().err.count(note) == 1
+    assert main([*command, "--ctx", "9"]) == 0
+    assert "limited" not in capsys.readouterr().err
 
 
 def test_a_condition_on_something_else_is_refused() -> None:

@@ -31,7 +31,7 @@ FLOAT = ("qwen3-fp32-cpu", "gemma2-nowin-fp32-cpu", *DECOMPOSED)
 
 @functools.cache
 def logits(folder: Path, accuracy_level: int, optimised: bool) -> np.ndarray:
-    graph = import_onnx(folder, accuracy_level=accuracy_level)
+    graph = import_onnx(folder, accuracy_level=accuracy_level, context=4096)
     expected = np.load(folder / "expected.npz")
     graph = optimise(graph) if optimised else graph
     return replay(graph, expected["ids"], int(expected["prompt_len"]))
