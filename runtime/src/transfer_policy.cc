@@ -12,6 +12,8 @@ namespace {
 
 constexpr size_t kMostAdopted = 16, kMostChanges = 1000;
 constexpr int kRoundsToConfirm = 20;
+// The first steps of a process touch memory and wake clocks: they say little, also to compare with.
+constexpr int kFirstSteps = 10;
 constexpr int kRoundsToWait = 8;  // a drift takes four to follow
 
 // "CPU 38 % slower", "link 2.4 times as fast"
@@ -99,6 +101,7 @@ void TransferPolicy::observe(const RoundShape& shape, const RoundRecord& record,
   monitors_[static_cast<size_t>(class_of(shape))].observe(shape, record, splits);
   const auto known = std::ranges::find(adopted_, shape, &Adopted::shape);
   if (known == adopted_.end() || known->version != version) return;
+  ++known->num_rounds;
   known->rounds_to_wait = std::max(known->rounds_to_wait - 1, 0);
   known->trial.observe({record.end_ns - record.begin_ns, record.position, shape.num_tokens});
   if (known->trial.was_better_before()) go_back(*known);
@@ -142,7 +145,9 @@ std::optional<TransferPolicy::Question> TransferPolicy::due(const RoundShape& sh
   const LoadMonitor& monitor = monitors_[static_cast<size_t>(class_of(shape))];
   Adopted& adopted = find_or_choose(shape);
   if (adopted.rounds_to_confirm > 1) --adopted.rounds_to_confirm;
-  if (adopted.trial.is_under_way() || adopted.rounds_to_wait > 0) return std::nullopt;
+  const bool is_new = class_of(shape) == 0 && adopted.num_rounds < kFirstSteps;
+  const bool must_wait = is_new || adopted.trial.is_under_way() || adopted.rounds_to_wait > 0;
+  if (must_wait && !options_.choose_at_random) return std::nullopt;
   const auto least_ns = static_cast<double>(monitor.recent_round_ns()) * options_.reschedule_interval;
   const bool is_early = static_cast<double>(now_ns - adopted.asked_ns) < least_ns;
   if (is_early && !options_.choose_at_random) return std::nullopt;

@@ -58,6 +58,7 @@ class TransferPolicy {
     int64_t asked_ns = 0;        // when it was last thought over; 0: never
     int rounds_to_confirm = 0;   // until it is asked once more; 0: it is not
     std::string reason = {};     // of the latest question
+    int num_rounds = 0;          // seen
     ChoiceTrial trial = {};
     Choice before = {};          // what comes back if the trial says so
     int rounds_to_wait = 0;      // until speeds are those of the choice that came back

@@ -68,8 +68,10 @@ def test_no_memory_for_another_round(choices_test: Path) -> None:
     check(choices_test, "no_memory", 60, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_sanitized(tmp_path: Path, sanitizer: str) -> None:
+    """The runtime compiles anew for it; test_sanitizers.py runs rounds of both sides always."""
     flags = SANITIZERS[sanitizer]
     if sanitizer_missing(flags, tmp_path):
         pytest.skip(f"the compiler cannot build for {flags[0]} here")
