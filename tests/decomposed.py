@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
@@ -21,25 +22,30 @@ class Spelling:
 
     mask: str = "additive"  # boolean, both; wrong ones: future, ahead, padding, biased
     window: int = 0
-    rope: str = "halves"  # pairs, partial, yarn, none, last_none, learned, only_q; wrong: dynamic
+    rope: str = "halves"  # pairs, partial, chunks (partial, no turned copy),
+    # glm (partial pairs), ernie (pairs, as GLM has them),
+    # yarn, none, last_none, learned, only_q; wrong: dynamic
     rope_in_heads_last: bool = False  # rope on [B, M, H, D], before the transpose
     norm: str = "rms"  # layer, rms_div, cast
-    order: str = "pre"  # post: OLMo2
+    order: str = "pre"  # post: OLMo2; sandwich: GLM4; parallel: Phi-2; parallel_two: GPT-NeoX
     qk_norm: str = "none"  # before, after rope, rows (before the reshape)
     repeat: str = "expand"  # tile, grouped
     activation: str = "silu"  # gelu_erf, gelu_tanh, relu2
+    mlp: str = "gated"  # packed: gate and up side by side; plain
     softcap: float = 0.0
     multipliers: bool = False  # Granite: embedding, residual, logits, attention
     packed: bool = False  # q, k, v side by side
     keep_logits: bool = False
     merged: bool = False
-    half: bool = False  # weights of 16 bits, cast to 32
-    narrow: bool = False  # everything in 16 bits
+    stored: str = "float32"  # float16, bfloat16: weights, cast to 32 bits
+    narrow: str = ""  # float16, bfloat16: everything
     wide_low: bool = False  # the mask in 32 bits, its -3.4e38 cast to 16
-    positions: str = "input"  # cumsum: of the mask; shifted: counted from 1
+    positions: str = "input"  # cumsum: of the mask; shifted: counted from 1; gap: 3 are left out
     batch: str | int = "batch"
     guard: bool = False
     bias: bool = False
+    head_bias: bool = False
+    lora: str = ""  # pair: kept beside each matrix; sum, turned: added to it (or its transpose)
     wrong_cache: bool = False
     fused: str = "no"  # Attention of opset 23: heads after a Concat, or rows and caches as inputs
 
@@ -61,7 +67,7 @@ class Decoder:
         return names[0] if outputs == 1 else names
 
     def const(self, value: Any, dtype: Any = np.float32) -> str:
-        dtype = np.float16 if self.s.narrow and dtype is np.float32 else dtype
+        dtype = self.float_type if dtype is np.float32 else dtype
         tensor = numpy_helper.from_array(np.array(value, dtype))
         return str(self.op("Constant", value=tensor))
 
@@ -70,13 +76,12 @@ class Decoder:
 
     def weight(self, *shape: int, scale: float = 0.2, offset: float = 0.0) -> str:
         name = f"w{len(self.weights)}"
-        array = (offset + scale * self.rng.standard_normal(shape)).astype(np.float32)
-        if self.s.narrow:
-            array = array.astype(np.float16)
-        if self.s.half:
-            self.weights.append(numpy_helper.from_array(array.astype(np.float16), name))
+        array = (offset + scale * self.rng.standard_normal(shape)).astype(self.s.stored)
+        self.weights.append(
+            numpy_helper.from_array(array.astype(self.s.narrow or array.dtype), name)
+        )
+        if self.s.stored != "float32":
             return str(self.op("Cast", name, to=TensorProto.FLOAT))
-        self.weights.append(numpy_helper.from_array(array, name))
         return name
 
     def size_of(self, value: str, axis: int) -> str:
@@ -111,7 +116,19 @@ class Decoder:
         return str(self.op("Mul", weight, self.op("Mul", x, inverse)))
 
     def linear(self, x: str, inputs: int, outputs: int) -> str:
-        y = self.op("MatMul", x, self.weight(inputs, outputs))
+        turned, rank = self.s.lora == "turned", 4
+        weight = self.weight(outputs, inputs) if turned else self.weight(inputs, outputs)
+        if self.s.lora:
+            down, up = self.weight(inputs, rank), self.weight(rank, outputs)
+        if self.s.lora in ("sum", "turned"):
+            change = self.op("MatMul", down, up)
+            change = self.op("Transpose", change, perm=[1, 0]) if turned else change
+            weight = self.op("Add", weight, self.op("Mul", self.const(0.5), change))
+            weight = self.op("Transpose", weight, perm=[1, 0]) if turned else weight
+        y = self.op("MatMul", x, weight)
+        if self.s.lora == "pair":
+            change = self.op("MatMul", self.op("MatMul", x, down), up)
+            y = self.op("Add", y, self.op("Mul", change, self.const(0.5)))
         return str(self.op("Add", self.weight(outputs), y)) if self.s.bias else str(y)
 
     def mask(self) -> str:
@@ -138,7 +155,7 @@ class Decoder:
             seen = self.op("And", self.op("Unsqueeze", seen, self.ints(0, 1)), padding)
         if self.s.mask == "boolean":
             return str(seen)
-        low = self.const(np.finfo(np.float16 if self.s.narrow else np.float32).min)
+        low = self.const(float(ml_dtypes.finfo(self.float_type).min))
         mask = self.op("Where", seen, self.const(0.0), low)
         if self.s.wide_low:
             values = (np.array(v, np.float32) for v in (0, np.finfo(np.float32).min))
@@ -150,9 +167,14 @@ class Decoder:
         return str(mask)
 
     @property
-    def element(self) -> int:
+    def float_type(self) -> Any:
         """The type of activations."""
-        return int(TensorProto.FLOAT16 if self.s.narrow else TensorProto.FLOAT)
+        return np.dtype(self.s.narrow or "float32")
+
+    @property
+    def element(self) -> int:
+        """The same, as ONNX numbers it."""
+        return int(helper.np_dtype_to_tensor_dtype(self.float_type))
 
     def position_ids(self) -> str:
         one = self.const(1, np.int64)
@@ -160,6 +182,10 @@ class Decoder:
             return str(self.op("Add", "position_ids", one))
         if self.s.positions == "input":
             return "position_ids"
+        if self.s.positions == "gap":
+            late = self.op("Greater", "position_ids", self.const(4, np.int64))
+            skipped = self.op("Mul", self.op("Cast", late, to=TensorProto.INT64), self.ints(3))
+            return str(self.op("Add", "position_ids", skipped))
         count = self.op("Sub", self.op("CumSum", "attention_mask", one), one)
         tokens = self.op("Neg", self.size_of("input_ids", 1))
         start = self.op("Unsqueeze", tokens, self.ints(0))
@@ -167,7 +193,7 @@ class Decoder:
 
     def angles(self) -> tuple[str, str]:
         """cos and sin [1, 1, M, D], or of the rotated part, or of pairs."""
-        rotary = SIZE // 2 if self.s.rope == "partial" else SIZE
+        rotary = SIZE // 2 if self.s.rope in ("partial", "chunks", "glm") else SIZE
         frequencies = 100.0 ** (-np.arange(0, rotary, 2) / rotary)
         position = self.op("Cast", self.position_ids(), to=self.element)
         if self.s.rope == "dynamic":
@@ -186,9 +212,17 @@ class Decoder:
             angle = self.op("Concat", angle, angle, axis=-1)
         axis = self.ints(2 if self.s.rope_in_heads_last else 1)
         parts = [self.op("Unsqueeze", self.op(f, angle), axis) for f in ("Cos", "Sin")]
+        if self.s.rope in ("glm", "ernie"):
+            parts = [self.interleaved(self.slice(part, 0, rotary // 2), rotary) for part in parts]
         if self.s.rope == "yarn":
             parts = [self.op("Mul", part, self.const(1.2)) for part in parts]
         return parts[0], parts[1]
+
+    def interleaved(self, half: str, rotary: int) -> str:
+        """Each of the first angles twice, as repeat_interleave is exported."""
+        shape = self.dims(1, 1, self.size_of("position_ids", 1), rotary // 2, 2)
+        twice = self.op("Expand", self.op("Unsqueeze", half, self.ints(-1)), shape)
+        return str(self.op("Reshape", twice, self.ints(0, 0, 0, -1), allowzero=0))
 
     def slice(self, x: str, start: int, stop: int, step: int = 1) -> str:
         parts = [self.ints(v) for v in (start, stop, -1, step)]
@@ -196,9 +230,11 @@ class Decoder:
 
     def rotate(self, x: str, angles: tuple[str, str]) -> str:
         whole, stay = x, ""
-        if self.s.rope == "partial":
+        if self.s.rope in ("partial", "chunks", "glm"):
             x, stay = self.slice(whole, 0, SIZE // 2), self.slice(whole, SIZE // 2, _BIG)
-        if self.s.rope == "pairs":
+        if self.s.rope == "chunks":
+            return str(self.op("Concat", *self.chunks(x, angles), stay, axis=-1))
+        if self.s.rope in ("pairs", "glm", "ernie"):
             second = self.op("Neg", self.slice(x, 1, _BIG, 2))
             parts = [
                 self.op("Unsqueeze", v, self.ints(-1)) for v in (second, self.slice(x, 0, _BIG, 2))
@@ -211,6 +247,13 @@ class Decoder:
         cos, sin = angles
         y = self.op("Add", self.op("Mul", x, cos), self.op("Mul", turned, sin))
         return str(self.op("Concat", y, stay, axis=-1) if stay else y)
+
+    def chunks(self, x: str, angles: tuple[str, str]) -> list[str]:
+        """Both halves turned, each for itself."""
+        a, b = self.op("Split", x, outputs=2, axis=-1, num_outputs=2)
+        cos, sin = (self.slice(angle, 0, SIZE // 4) for angle in angles)
+        first = self.op("Sub", self.op("Mul", a, cos), self.op("Mul", b, sin))
+        return [first, self.op("Add", self.op("Mul", a, sin), self.op("Mul", b, cos))]
 
     def heads(self, x: str, count: int, angles: tuple[str, str] | None, normed: bool) -> str:
         """[1, H, M, D] of rows."""
@@ -338,16 +381,30 @@ class Decoder:
         return str(self.op("Add", x, y))
 
     def layer(self, index: int, x: str, mask: str, angles: tuple[str, str] | None) -> str:
-        post = self.s.order == "post"
-        y = self.attention(index, x if post else self.norm(x, HIDDEN), mask, angles)
-        x = self.add(x, self.norm(y, HIDDEN) if post else y)
-        y = x if post else self.norm(x, HIDDEN)
-        gate, up = self.linear(y, HIDDEN, INNER), self.linear(y, HIDDEN, INNER)
-        if self.s.activation == "relu2":
-            y = self.linear(self.activation(gate), INNER, HIDDEN)
+        if self.s.order.startswith("parallel"):
+            return self.parallel_layer(index, x, mask, angles)
+        before, after = self.s.order != "post", self.s.order in ("post", "sandwich")
+        y = self.attention(index, self.norm(x, HIDDEN) if before else x, mask, angles)
+        x = self.add(x, self.norm(y, HIDDEN) if after else y)
+        y = self.mlp(self.norm(x, HIDDEN) if before else x)
+        return self.add(x, self.norm(y, HIDDEN) if after else y)
+
+    def parallel_layer(self, index: int, x: str, mask: str, angles: tuple[str, str] | None) -> str:
+        """Attention and MLP of the same rows."""
+        y = self.norm(x, HIDDEN)
+        z = self.norm(x, HIDDEN) if self.s.order == "parallel_two" else y
+        mixed = self.attention(index, y, mask, angles)
+        return self.add(self.add(mixed, self.mlp(z)), x)
+
+    def mlp(self, x: str) -> str:
+        if self.s.mlp == "plain":
+            return self.linear(self.activation(self.linear(x, HIDDEN, INNER)), INNER, HIDDEN)
+        if self.s.mlp == "packed":
+            both = self.linear(x, HIDDEN, 2 * INNER)
+            gate, up = self.op("Split", both, outputs=2, axis=-1, num_outputs=2)
         else:
-            y = self.linear(self.op("Mul", self.activation(gate), up), INNER, HIDDEN)
-        return self.add(x, self.norm(y, HIDDEN) if post else y)
+            gate, up = self.linear(x, HIDDEN, INNER), self.linear(x, HIDDEN, INNER)
+        return self.linear(self.op("Mul", self.activation(gate), up), INNER, HIDDEN)
 
     def body(self) -> None:
         table = self.weight(VOCAB, HIDDEN, scale=1.0)
@@ -369,7 +426,10 @@ class Decoder:
         scale = self.const(0.25 if self.s.multipliers else 1.0)
         last = "narrow_logits" if self.s.narrow else "logits"
         head = self.op("Transpose", table, perm=[1, 0])
-        self.op("Mul", self.op("MatMul", x, head), scale, output=last)
+        logits = self.op("MatMul", x, head)
+        if self.s.head_bias:
+            logits = self.op("Add", logits, self.weight(VOCAB))
+        self.op("Mul", logits, scale, output=last)
         if self.s.narrow:
             self.op("Cast", last, output="logits", to=TensorProto.FLOAT)
 

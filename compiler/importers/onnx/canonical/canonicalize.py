@@ -1,6 +1,7 @@
 """canonicalize: decomposed decoders as the operators that the importer takes. Start reading here.
 
     branches     the If of a merged decoder          -> its branch with a cache
+    weight_sums  x (W + A B), of adapters (LoRA)     -> products with W, and with A and B
     norms        RMSNorm, LayerNorm                  -> SimplifiedLayerNormalization and
                                                         LayerNormalization
     positions    rows added by position              -> AddPositions
@@ -27,9 +28,11 @@ from atsc.compiler.importers.onnx.canonical.movements import rewrite_movements
 from atsc.compiler.importers.onnx.canonical.norms import rewrite_norms
 from atsc.compiler.importers.onnx.canonical.positions import rewrite_positions
 from atsc.compiler.importers.onnx.canonical.rounds import Rounds
+from atsc.compiler.importers.onnx.canonical.weight_sums import rewrite_weight_sums
 
 _REWRITES = (
     rewrite_branches,
+    rewrite_weight_sums,
     rewrite_norms,
     rewrite_positions,
     rewrite_attention,

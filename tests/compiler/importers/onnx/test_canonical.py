@@ -27,7 +27,7 @@ def logits_of(model: Path, spelling: Spelling) -> np.ndarray:
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     names = [value.name for value in session.get_outputs()]
-    element = np.float16 if spelling.narrow else np.float32
+    element = np.dtype(spelling.narrow or np.float32)
     empty = np.zeros((1, KV_HEADS, 0, SIZE), element)
     caches = {
         f"past_key_values.{layer}.{part}": empty
@@ -57,6 +57,15 @@ def imported(spelling: Spelling, folder: Path) -> Graph:
     return optimise(import_onnx(Decoder(spelling).save(folder)))
 
 
+PHI_2 = Spelling(
+    order="parallel",
+    rope="partial",
+    norm="layer",
+    activation="gelu_tanh",
+    mlp="plain",
+    bias=True,
+    head_bias=True,
+)
 RIGHT = {
     "plain": Spelling(),
     "boolean mask, guarded": Spelling(mask="boolean", guard=True),
@@ -76,7 +85,7 @@ RIGHT = {
     "qk norm after rope": Spelling(qk_norm="after", norm="cast"),
     "Gemma": Spelling(softcap=5.0, window=9, activation="gelu_tanh", norm="cast"),
     "exact gelu": Spelling(activation="gelu_erf", norm="layer"),
-    "Nemotron": Spelling(activation="relu2", norm="layer", rope="partial"),
+    "Nemotron": Spelling(activation="relu2", norm="layer", rope="partial", mlp="plain"),
     "OLMo2": Spelling(order="post", qk_norm="rows", norm="rms_div"),
     "norms divide": Spelling(qk_norm="before", norm="rms_div"),
     "Granite": Spelling(multipliers=True),
@@ -89,9 +98,21 @@ RIGHT = {
     "Attention without rope": Spelling(fused="rows", rope="none", window=4),
     "positions from the mask": Spelling(positions="cumsum"),
     "positions from 1": Spelling(positions="shifted", rope="partial"),
-    "narrow": Spelling(narrow=True, window=5),
-    "narrow, -3.4e38": Spelling(narrow=True, wide_low=True),
-    "half": Spelling(half=True),
+    "Phi-2": PHI_2,
+    "Phi-2 of old": replace(PHI_2, rope="chunks", rope_in_heads_last=True),
+    "GPT-NeoX": replace(PHI_2, order="parallel_two", activation="gelu_erf", head_bias=False),
+    "Cohere": Spelling(order="parallel", rope="ernie", multipliers=True, mlp="packed"),
+    "GLM4": Spelling(order="sandwich", rope="glm", mlp="packed", bias=True),
+    "Ernie": Spelling(rope="ernie"),
+    "HunYuan": Spelling(qk_norm="after", repeat="tile", packed=True),
+    "LoRA beside": Spelling(lora="pair"),
+    "LoRA added": Spelling(lora="sum", bias=True),
+    "LoRA added to transposes": Spelling(lora="turned"),
+    "positions with a gap": Spelling(positions="gap"),
+    "narrow": Spelling(narrow="float16", window=5),
+    "narrow, -3.4e38": Spelling(narrow="float16", wide_low=True),
+    "half": Spelling(stored="float16"),
+    "bfloat16": Spelling(stored="bfloat16"),
     "batch of one": Spelling(batch=1),
 }
 
@@ -142,7 +163,10 @@ def test_layers_share_tables_of_angles(tmp_path: Path) -> None:
     assert graph.weights[cos.pop()].shape == (64, SIZE // 4)
 
 
-UNKNOWN = ("PagedAttention", "MultiHeadAttention", "CausalConvWithState", "LinearAttention")
+UNKNOWN = (
+    *("PagedAttention", "MultiHeadAttention", "CausalConvWithState", "LinearAttention"),
+    "GatedDeltaNet",
+)
 
 
 @pytest.mark.parametrize("operator", UNKNOWN)
