@@ -46,7 +46,9 @@ class Spelling:
     bias: bool = False
     head_bias: bool = False
     lora: str = ""  # pair: kept beside each matrix; sum, turned: added to it (or its transpose)
-    wrong_cache: bool = False
+    cache: str = "concat"  # of fixed size: scatter_nd, scatter_elements, tensor_scatter; wrong:
+    # behind (old tokens behind new ones), late (written one place too far), circular
+    whole_mask: bool = False  # attention_mask has all places of such a cache
     fused: str = "no"  # Attention of opset 23: heads after a Concat, or rows and caches as inputs
 
 
@@ -134,10 +136,13 @@ class Decoder:
     def mask(self) -> str:
         """Additive [1, 1, M, T], or boolean."""
         tokens, total = self.size_of("input_ids", 1), self.size_of("attention_mask", 1)
+        columns = self.const(CONTEXT, np.int64) if self.is_static else total
         zero, one = self.const(0, np.int64), self.const(1, np.int64)
         past = self.op("Sub", total, tokens)
-        key = self.op("Range", zero, total, one)
+        key = self.op("Range", zero, columns, one)
         row = self.op("Add", self.op("Range", zero, tokens, one), past)
+        if self.s.whole_mask:
+            row = "position_ids"
         row = self.op("Reshape", row, self.ints(-1, 1))
         if self.s.mask == "ahead":
             row = self.op("Add", row, one)
@@ -147,6 +152,10 @@ class Decoder:
             seen = self.op("And", seen, self.op("Greater", key, first))
         padding = self.op("Cast", "attention_mask", to=TensorProto.BOOL)
         padding = self.op("Unsqueeze", padding, self.ints(1, 2))
+        if self.is_static and not self.s.whole_mask:
+            rest = [self.ints(0, 0, 0, 0, 0, 0, 0), self.op("Sub", columns, total)]
+            rest[1] = self.op("Unsqueeze", rest[1], self.ints(0))
+            padding = self.op("Pad", padding, self.op("Concat", *rest, axis=0))
         if self.s.mask == "padding":
             seen = self.op("Expand", padding, self.dims(1, 1, tokens, total))
         elif self.s.mask == "future":
@@ -269,7 +278,7 @@ class Decoder:
         return self.norm(x, SIZE) if normed and self.s.qk_norm == "after" else x
 
     def repeated(self, x: str) -> str:
-        group, total = HEADS // KV_HEADS, self.size_of("attention_mask", 1)
+        group, total = HEADS // KV_HEADS, self.size_of(x, 2)
         if self.s.repeat == "grouped":
             return str(self.op("Unsqueeze", x, self.ints(2)))
         wide = self.op("Unsqueeze", x, self.ints(2))
@@ -296,9 +305,7 @@ class Decoder:
         v = self.heads(parts[2], KV_HEADS, None, False)
         past = [f"past_key_values.{layer}.{part}" for part in ("key", "value")]
         present = [f"present.{layer}.{part}" for part in ("key", "value")]
-        order = [k, past[0]] if self.s.wrong_cache else [past[0], k]
-        k = self.op("Concat", *order, axis=2, output=present[0])
-        v = self.op("Concat", past[1], v, axis=2, output=present[1])
+        k, v = (self.joined(*parts) for parts in zip(past, (k, v), present, strict=True))
         k, v = self.repeated(k), self.repeated(v)
         if self.s.fused == "heads":
             mixed = self.op("Attention", q, k, v, mask, softcap=self.s.softcap)
@@ -327,6 +334,33 @@ class Decoder:
             tokens = self.size_of("input_ids", 1)
             mixed = self.op("Reshape", mixed, self.dims(1, HEADS, tokens, SIZE))
         return self.side_by_side(mixed)
+
+    @property
+    def is_static(self) -> bool:
+        """Whether the caches have one size for all rounds."""
+        return self.s.cache not in ("concat", "behind")
+
+    def joined(self, past: str, new: str, present: str) -> str:
+        """The cache with new keys or values [1, H, M, D]."""
+        if not self.is_static:
+            order = [new, past] if self.s.cache == "behind" else [past, new]
+            return str(self.op("Concat", *order, axis=2, output=present))
+        places = self.op("Squeeze", "position_ids", self.ints(0))
+        if self.s.cache == "late":
+            places = self.op("Add", places, self.ints(1))
+        if self.s.cache in ("tensor_scatter", "circular"):
+            first = self.op("Gather", places, self.ints(0))
+            mode = "circular" if self.s.cache == "circular" else "linear"
+            node = self.op("TensorScatter", past, new, first, axis=2, mode=mode, output=present)
+            return str(node)
+        if self.s.cache == "scatter_elements":
+            index = self.op("Unsqueeze", places, self.ints(0, 1, 3))
+            index = self.op("Expand", index, self.op("Shape", new))
+            return str(self.op("ScatterElements", past, index, new, axis=2, output=present))
+        index = self.op("Unsqueeze", places, self.ints(1))
+        parts = [self.op("Transpose", part, perm=[2, 0, 1, 3]) for part in (past, new)]
+        written = self.op("ScatterND", parts[0], index, parts[1])
+        return str(self.op("Transpose", written, perm=[1, 2, 0, 3], output=present))
 
     def side_by_side(self, mixed: str) -> str:
         mixed = self.op("Transpose", mixed, perm=[0, 2, 1, 3])
@@ -440,13 +474,14 @@ class Decoder:
         info = helper.make_tensor_value_info
         inputs = [
             info("input_ids", i64, [batch, "tokens"]),
-            info("attention_mask", i64, [batch, "total"]),
+            info("attention_mask", i64, [batch, CONTEXT if self.s.whole_mask else "total"]),
             info("position_ids", i64, [batch, "tokens"]),
         ]
         outputs = [info("logits", f32, [batch, "rows", VOCAB])]
         for layer in range(LAYERS):
             for part in ("key", "value"):
-                shapes = ([batch, KV_HEADS, length, SIZE] for length in ("past", "total"))
+                lengths = (CONTEXT, CONTEXT) if self.is_static else ("past", "total")
+                shapes = ([batch, KV_HEADS, length, SIZE] for length in lengths)
                 past, present = shapes
                 inputs.append(info(f"past_key_values.{layer}.{part}", self.element, past))
                 outputs.append(info(f"present.{layer}.{part}", self.element, present))
@@ -457,9 +492,15 @@ class Decoder:
             inputs.append(info("use_cache_branch", TensorProto.BOOL, [1]))
             nodes = [self._choice(outputs)]
         graph = helper.make_graph(nodes, "decoder", inputs, outputs, weights)
-        fused = self.s.fused != "no"
-        opsets = [helper.make_opsetid("", 23 if fused else 18)]
-        model = helper.make_model(graph, opset_imports=opsets, ir_version=11 if fused else 8)
+        opset = (
+            24
+            if self.s.cache in ("tensor_scatter", "circular")
+            else 23
+            if self.s.fused != "no"
+            else 18
+        )
+        opsets, ir_version = [helper.make_opsetid("", opset)], 8 if opset == 18 else 11
+        model = helper.make_model(graph, opset_imports=opsets, ir_version=ir_version)
         onnx.save(model, folder / "model.onnx")
         config = {"max_position_embeddings": CONTEXT, "eos_token_id": 1}
         (folder / "config.json").write_text(json.dumps(config))

@@ -112,17 +112,21 @@ class _Found:
 
 
 def _rewrite(editor: Editor, angles: Angles, region: Region) -> None:
+    if region.capacity:
+        editor.context_length = min(editor.context_length or region.capacity, region.capacity)
     q = _side(editor, angles, region.query, region.heads, region.size)
     k = _side(editor, angles, region.keys.new, region.kv_heads, region.size)
     v = _side(editor, angles, region.values.new, region.kv_heads, region.size)
     if v.turn.tables is not None or abs(v.turn.scale - 1) > 1e-5:
         raise Refusal("its values are rotated or scaled")
-    window = window_of(editor, region.masks) if region.masks else 0
+    window = window_of(editor, region.masks, region.capacity) if region.masks else 0
     found = _Found(region, q, k, v, 1.0, 0.0, window)
     scale, softcap = _score_function(editor, found)
     found = replace(found, scale=scale, softcap=softcap)
     for at in SMALL:
         _check(editor, found, at)
+    if region.capacity:
+        _check_end(editor, found)
     _emit(editor, found)
 
 
@@ -260,30 +264,50 @@ def _attributes(found: _Found) -> tuple[float, float]:
 
 
 def _empty_caches(region: Region) -> dict[Value, Array]:
-    empty = np.zeros((1, region.kv_heads, 0, region.size), np.float32)
+    empty = np.zeros((1, region.kv_heads, region.capacity, region.size), np.float32)
     return {region.keys.past: empty, region.values.past: empty}
+
+
+def _random(editor: Editor, found: _Found, at: Round) -> tuple[Given, Given]:
+    """Random rows [M, width] by source, and all that the attention reads: these and caches."""
+    region, rng = found.region, np.random.default_rng(at.total)
+    rows: dict[Value, Array] = {}
+    given: dict[Value, Array] = {}
+    for span in (found.q.span, found.k.span, found.v.span):
+        if span.source not in rows:
+            array = rng.standard_normal((at.tokens, span.width)).astype(np.float32)
+            rows[span.source] = array
+            given[span.source] = rows_as(editor, span, at, array)
+    shape = (1, region.kv_heads, region.capacity or at.past, region.size)
+    for cache in (region.keys, region.values):
+        given[cache.past] = rng.standard_normal(shape).astype(np.float32)
+    return rows, given
+
+
+def _check_end(editor: Editor, found: _Found) -> None:
+    """A graph with caches of a fixed size must fail where they end: ours would go on growing."""
+    region, at = found.region, Round(found.region.capacity, 1)
+    try:
+        editor.rounds.region(region.output, at, _random(editor, found, at)[1])
+    except NotEvaluable:
+        return
+    raise Refusal(f"{region.keys.present.name} begins anew after {region.capacity} tokens")
 
 
 def _check(editor: Editor, found: _Found, at: Round) -> None:
     """Compare the part of the graph with the attention that takes its place."""
-    region, rng = found.region, np.random.default_rng(at.total)
-    given: dict[Value, Array] = {}
+    region = found.region
+    rows, given = _random(editor, found, at)
     heads = []
     for side in (found.q, found.k, found.v):
         span = side.span
-        if span.source in given:
-            rows = given[span.source].reshape(at.tokens, span.width)
-        else:
-            rows = rng.standard_normal((at.tokens, span.width)).astype(np.float32)
-            given[span.source] = rows_as(editor, span, at, rows)
-        shaped = rows[:, span.selected].reshape(at.tokens, span.heads, span.size)
+        shaped = rows[span.source][:, span.selected].reshape(at.tokens, span.heads, span.size)
         heads.append(turned(shaped, side.turn, at).astype(np.float64))
-    shape = (1, region.kv_heads, at.past, region.size)
-    pasts = [rng.standard_normal(shape).astype(np.float32) for _ in range(2)]
-    given |= {region.keys.past: pasts[0], region.values.past: pasts[1]}
+    pasts = given[region.keys.past], given[region.values.past]
     # The graph's cache holds scaled keys, ours does not: the scale is part of `found.scale`.
-    keys = np.concatenate([pasts[0][0].swapaxes(0, 1) / found.k.turn.scale, heads[1]])
-    values = np.concatenate([pasts[1][0].swapaxes(0, 1), heads[2]])
+    old_keys, old_values = (past[0].swapaxes(0, 1)[: at.past] for past in pasts)
+    keys = np.concatenate([old_keys / found.k.turn.scale, heads[1]])
+    values = np.concatenate([old_values, heads[2]])
     wanted = _attend(found, at, heads[0], keys, values)
     actual = editor.rounds.region(region.output, at, given)
     if relative_error(actual.reshape(at.tokens, -1), wanted) > editor.tolerance:
@@ -311,9 +335,9 @@ def _check_present(editor: Editor, found: _Found, at: Round, given: Given) -> No
     """The caches that go out must be those that came in, and the new heads behind them."""
     for cache in (found.region.keys, found.region.values):
         present = editor.rounds.region(cache.present, at, given)
-        if present.shape != (1, found.region.kv_heads, at.total, found.region.size) or not (
-            np.array_equal(present[:, :, : at.past], given[cache.past])
-        ):
+        old, length = given[cache.past][:, :, : at.past], found.region.capacity or at.total
+        shape = (1, found.region.kv_heads, length, found.region.size)
+        if present.shape != shape or not np.array_equal(present[:, :, : at.past], old):
             raise Refusal(f"{cache.present.name} is not {cache.past.name} with new tokens behind")
 
 

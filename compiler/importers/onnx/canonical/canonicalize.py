@@ -27,7 +27,7 @@ from atsc.compiler.importers.onnx.canonical.editor import Editor
 from atsc.compiler.importers.onnx.canonical.movements import rewrite_movements
 from atsc.compiler.importers.onnx.canonical.norms import rewrite_norms
 from atsc.compiler.importers.onnx.canonical.positions import rewrite_positions
-from atsc.compiler.importers.onnx.canonical.rounds import Rounds
+from atsc.compiler.importers.onnx.canonical.rounds import Rounds, readers
 from atsc.compiler.importers.onnx.canonical.weight_sums import rewrite_weight_sums
 
 _REWRITES = (
@@ -64,7 +64,14 @@ def canonicalize(
     for rewrite in _REWRITES:
         rewrite(editor)
     if editor.refused:
-        for node in graph:
-            if node.outputs and editor.rounds.depends(node.outputs[0]) == "round":
-                editor.silence(node)
+        _silence_sizes(editor)
     return editor.refused
+
+
+def _silence_sizes(editor: Editor) -> None:
+    """Say nothing of what computes sizes and masks: the attention that they are for is named."""
+    for node in reversed(list(editor.graph)):
+        kind = editor.rounds.depends(node.outputs[0]) if node.outputs else "data"
+        used = (reader.name in editor.refused for reader in readers(node.outputs))
+        if kind == "round" or (kind == "constant" and all(used)):
+            editor.silence(node)

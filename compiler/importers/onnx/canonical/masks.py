@@ -35,18 +35,21 @@ _HIDDEN = -1000.0
 """An additive mask at most this low hides a token: exp(-1000) is 0 in any float type."""
 
 
-def window_of(editor: Editor, masks: list[Mask]) -> int:
+def window_of(editor: Editor, masks: list[Mask], capacity: int) -> int:
     """The window that all masks together leave of causal attention; 0: everything before.
+
+    `capacity` is how many columns the masks have; 0: as many as there are tokens.
 
     Raises:
         Refusal: the masks are not causal, or not even masks.
     """
     far = (editor.context_length or DEFAULT_POSITIONS) - 1
     try:
-        seen = np.count_nonzero(_visible(editor, masks, Round(far, 1)))
+        seen = np.count_nonzero(_visible(editor, masks, Round(far, 1), capacity))
         window = 0 if seen == far + 1 else int(seen)
         for at in _edges(window, far):
-            _check(editor, masks, at, window)
+            if not capacity or at.total <= capacity:
+                _check(editor, masks, at, window, capacity)
     except NotEvaluable as error:
         raise Refusal(f"its mask cannot be evaluated: {error}") from error
     return window
@@ -65,16 +68,17 @@ def _edges(window: int, far: int) -> list[Round]:
     return rounds
 
 
-def expected(at: Round, window: int) -> Array:
-    """The rule: [M, T], true where a row sees a token."""
+def expected(at: Round, window: int, capacity: int = 0) -> Array:
+    """The rule: [M, T or capacity], true where a row sees a token."""
     position = np.arange(at.past, at.total)[:, None]
-    token = np.arange(at.total)[None, :]
+    token = np.arange(capacity or at.total)[None, :]
     visible = token <= position
     return visible & (token > position - window) if window else visible
 
 
-def _check(editor: Editor, masks: list[Mask], at: Round, window: int) -> None:
-    if not np.array_equal(_visible(editor, masks, at), expected(at, window)):
+def _check(editor: Editor, masks: list[Mask], at: Round, window: int, capacity: int) -> None:
+    seen = _visible(editor, masks, at, capacity)
+    if not np.array_equal(seen, expected(at, window, capacity)):
         rule = f"causal with a window of {window}" if window else "causal"
         raise Refusal(
             f"its mask is not {rule}: it differs for {at.tokens} tokens after {at.past} "
@@ -82,8 +86,8 @@ def _check(editor: Editor, masks: list[Mask], at: Round, window: int) -> None:
         )
 
 
-def _visible(editor: Editor, masks: list[Mask], at: Round) -> Array:
-    visible = np.ones((at.tokens, at.total), bool)
+def _visible(editor: Editor, masks: list[Mask], at: Round, capacity: int) -> Array:
+    visible = np.ones((at.tokens, capacity or at.total), bool)
     for mask in masks:
         array = editor.rounds.value(mask.value, at)
         if array.dtype == bool:

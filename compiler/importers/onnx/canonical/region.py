@@ -17,6 +17,7 @@ from atsc.compiler.importers.onnx.canonical.editor import Editor, Refusal
 from atsc.compiler.importers.onnx.canonical.masks import Mask
 from atsc.compiler.importers.onnx.canonical.rounds import (
     MOVEMENTS,
+    SCATTERS,
     SMALL,
     TYPICAL,
     Node,
@@ -32,7 +33,10 @@ _AFTER_SOFTMAX = ("Cast", "Where", "Identity", "Dropout")
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """Where new keys or values [1, heads, M, size] join those of earlier rounds."""
+    """Where new keys or values [1, heads, M, size] join those of earlier rounds.
+
+    They go behind these, or into a cache of a fixed size, at their positions.
+    """
 
     past: Value
     new: Value
@@ -57,6 +61,8 @@ class Region:
     size: int
     has_tanh: bool
     masks: list[Mask]
+    capacity: int
+    """Places in caches of a fixed size; 0: the caches grow."""
 
 
 def is_norm(node: Node | None) -> bool:
@@ -100,8 +106,9 @@ def find_region(editor: Editor, anchor: Node) -> Region:
     fused = anchor.op_type == "Attention"
     query, keys, values, mixed = _fused_parts(anchor) if fused else _plain_parts(rounds, anchor)
     caches = [_cache(editor, value, anchor, k) for k, value in enumerate((keys, values))]
-    past = rounds.shape(caches[0].past, TYPICAL)
-    if past[2] != TYPICAL.past or rounds.shape(caches[1].past, TYPICAL) != past:
+    past, first = (rounds.shape(caches[0].past, at) for at in (TYPICAL, SMALL[0]))
+    capacity = past[2] if past[2] == first[2] else 0
+    if past[2] not in (TYPICAL.past, capacity) or rounds.shape(caches[1].past, TYPICAL) != past:
         raise Refusal(f"{caches[0].past.name} and {caches[1].past.name} are no [1, heads, P, size]")
     kv_heads, size = past[1], past[3]
     width = _size(rounds.shape(query, TYPICAL)) // TYPICAL.tokens
@@ -122,7 +129,8 @@ def find_region(editor: Editor, anchor: Node) -> Region:
         kv_heads,
         size,
         any(node.op_type == "Tanh" for node in nodes),
-        _masks(rounds, nodes),
+        _masks(rounds, nodes, capacity),
+        capacity,
     )
 
 
@@ -184,7 +192,7 @@ def _cache(editor: Editor, value: Value, anchor: Node, index: int) -> Cache:
         if len(anchor.outputs) < 3:
             raise Refusal("it has a past and no present")
         return Cache(past, value, anchor.outputs[1 + index])
-    reached = value
+    reached, path = value, [value]
     for _ in range(16):
         maker = reached.producer()
         inputs = [] if maker is None else data_inputs(rounds, maker)
@@ -192,13 +200,50 @@ def _cache(editor: Editor, value: Value, anchor: Node, index: int) -> Cache:
             break
         if maker.op_type == "Concat" and len(inputs) == 2 and rounds.is_past(inputs[0]):
             return Cache(inputs[0], inputs[1], reached)
+        if maker.op_type in SCATTERS and not maker.domain:
+            return _scattered(rounds, maker, path)
         if len(inputs) != 1:
             break
         reached = inputs[0]
+        path.append(reached)
     raise Refusal(
         f"{'values' if index else 'keys'} {value.name} do not come of a Concat with a cache that "
         "is an input of the model (export with past_key_values, and rope before the cache)"
     )
+
+
+def _scattered(rounds: Rounds, scatter: Node, path: list[Value]) -> Cache:
+    """A cache of a fixed size, written to by a Scatter; `path` is what is made of it, last first.
+
+    Any of the three may be transposed for the Scatter and back.
+    """
+    past, new = scatter.inputs[0], scatter.inputs[SCATTERS[scatter.op_type]]
+    assert past is not None and new is not None
+    past = _before_moves(rounds, past, rounds.is_past)
+    shape = rounds.shape(past, TYPICAL)
+
+    def is_new(value: Value) -> bool:
+        return rounds.shape(value, TYPICAL) == (*shape[:2], TYPICAL.tokens, *shape[3:])
+
+    new = _before_moves(rounds, new, is_new)
+    presents = [value for value in path if rounds.shape(value, TYPICAL) == shape]
+    if not (rounds.is_past(past) and is_new(new) and presents):
+        raise Refusal(
+            f"{scatter.op_type} {scatter.name} does not write keys or values [1, heads, M, size] "
+            "into a cache that is an input of the model"
+        )
+    return Cache(past, new, presents[-1])
+
+
+def _before_moves(rounds: Rounds, value: Value, wanted: Callable[[Value], bool]) -> Value:
+    """The value before the movements that lead to it, up to one that is wanted."""
+    for _ in range(8):
+        maker = value.producer()
+        inputs = [] if maker is None else data_inputs(rounds, maker)
+        if wanted(value) or maker is None or maker.op_type not in MOVEMENTS or len(inputs) != 1:
+            break
+        value = inputs[0]
+    return value
 
 
 def _output(rounds: Rounds, value: Value, width: int) -> Value:
@@ -229,14 +274,14 @@ def between(rounds: Rounds, output: Value, is_leaf: Callable[[Value], bool]) -> 
     return list(found)
 
 
-def _masks(rounds: Rounds, nodes: list[Node]) -> list[Mask]:
+def _masks(rounds: Rounds, nodes: list[Node], capacity: int) -> list[Mask]:
     masks: dict[Value, Mask] = {}
     for node in nodes:
         for slot, value in enumerate(node.inputs):
             if value is None or rounds.depends(value) != "round":
                 continue
             shape = rounds.shape(value, TYPICAL)
-            if len(shape) < 2 or shape[-1] != TYPICAL.total:
+            if len(shape) < 2 or shape[-1] != (capacity or TYPICAL.total):
                 continue
             hides = node.op_type == "Where" and slot == 0 and rounds.is_data(node.inputs[2])
             masks[value] = Mask(value, hides)

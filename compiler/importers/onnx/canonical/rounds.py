@@ -32,7 +32,9 @@ MOVEMENTS = (
 )
 """Operators of the default domain that only move elements, or change their float type."""
 _TABLES = {"Gather", "GatherBlockQuantized"}
-_SAME_SHAPE = {"Identity", "Cast", "Dropout"}
+SCATTERS = {"ScatterND": 2, "ScatterElements": 2, "TensorScatter": 1}
+"""Operators of the default domain that write into their first input, and the slot of what."""
+_SAME_SHAPE = {"Identity", "Cast", "Dropout", *SCATTERS}
 _MOST_ELEMENTS = 4096
 """Larger constants, as stored or as nodes make them, are weights, which shapes do not hang on."""
 
@@ -152,7 +154,7 @@ class Rounds:
             return self._values[value, at]
         kind = self._kinds.get(value)
         if kind == "mask":
-            return np.ones((1, at.total), np.int64)
+            return (np.arange(self._mask_width(value, at)) < at.total).astype(np.int64)[None]
         if kind == "positions":
             return np.arange(at.past, at.total, dtype=np.int64)[None]
         if kind == "flag":
@@ -231,7 +233,7 @@ class Rounds:
         if kind in ("ids", "positions"):
             return (1, at.tokens)
         if kind == "mask":
-            return (1, at.total)
+            return (1, self._mask_width(value, at))
         if shape is None:
             raise NotEvaluable(f"the shape of {value.name} is not known")
         sizes = [d if isinstance(d, int) else None for d in shape]
@@ -240,9 +242,14 @@ class Rounds:
         if kind != "past" or len(sizes) != 4:
             raise NotEvaluable(f"the shape of {value.name} is not known")
         free = [i for i in range(1, 4) if sizes[i] is None]
-        if len(free) != 1:
+        if len(free) > 1:
             raise NotEvaluable(f"{value.name} {shape} does not tell which dimension grows")
         return tuple(1 if i == 0 else at.past if i in free else d or 0 for i, d in enumerate(sizes))
+
+    def _mask_width(self, value: Value, at: Round) -> int:
+        """As many as there are tokens, or places in caches of fixed size."""
+        width = None if value.shape is None else value.shape[1]
+        return width if isinstance(width, int) else at.total
 
     def _node_shapes(self, node: Node, at: Round) -> list[tuple[int, ...]]:
         output = node.outputs[0]
