@@ -33,6 +33,7 @@ START_SECONDS = 60.0
 END_SECONDS = 10.0
 KERNEL_SECONDS = 0.0005
 CALIBRATION_SECONDS = 0.02
+CALIBRATIONS = 10
 BUFFER_BYTES = 128 << 20
 """More than a GPU's L2 holds: kernels press its memory."""
 NUM_ITEMS = BUFFER_BYTES // 16
@@ -265,17 +266,19 @@ def gpu_work(driver: Any) -> Work:
 
 
 def _rate_of(work: Callable[[int], None], wait: Callable[[], None], amount: int) -> float:
-    """Amount a second, from a piece of work that lasts long enough to be timed."""
-    work(amount)  # the first one also loads what it needs
-    wait()
-    while True:
+    """Amount a second, the best of some pieces of work that last long enough to be timed."""
+
+    def seconds_of(amount: int) -> float:
         begin = time.perf_counter()
         work(amount)
         wait()
-        seconds = time.perf_counter() - begin
-        if seconds >= CALIBRATION_SECONDS or amount >= 1 << 30:
-            return amount / seconds
+        return time.perf_counter() - begin
+
+    seconds_of(amount)  # it also loads what it needs
+    while seconds_of(amount) < CALIBRATION_SECONDS and amount < 1 << 30:
         amount *= 2
+    # An idle GPU's clocks need some of them to rise: else no two loads would be the same.
+    return amount / min(seconds_of(amount) for _ in range(CALIBRATIONS))
 
 
 def _driver() -> Any:
