@@ -25,7 +25,8 @@ class SplitColumns:
         """The graph without `columns`.
 
         Raises:
-            ModelError: columns of something that is no projection, perhaps with a bias.
+            ModelError: columns of something that is no projection, perhaps with a bias, and no
+                sum or product of such (adapters beside a projection).
         """
         weights = dict(graph.weights)
         while any(node.op == "columns" for node in graph.nodes):
@@ -54,6 +55,13 @@ def _split(readers: Readers, node: Node, weights: dict[str, Weight]) -> list[Nod
             columns,
             maker.replace(name=node.name, inputs=(part, constant), outputs=node.outputs),
         ]
+    if maker is not None and maker.op in _POINTWISE and maker.inputs[0] not in weights:
+        parts = tuple(f"{node.name}/{k}" for k in range(2))
+        halves = [
+            node.replace(name=part, inputs=(whole,), outputs=(part,))
+            for part, whole in zip(parts, maker.inputs, strict=True)
+        ]
+        return [*halves, maker.replace(name=node.name, inputs=parts, outputs=node.outputs)]
     made_by = "an input" if maker is None else f"{maker.op} ({maker.name})"
     raise ModelError(
         f"node {node.name}: columns of the output of {made_by} are not supported, "

@@ -222,15 +222,16 @@ class Decoder:
         axis = self.ints(2 if self.s.rope_in_heads_last else 1)
         parts = [self.op("Unsqueeze", self.op(f, angle), axis) for f in ("Cos", "Sin")]
         if self.s.rope in ("glm", "ernie"):
-            parts = [self.interleaved(self.slice(part, 0, rotary // 2), rotary) for part in parts]
+            parts = [self.interleaved(self.slice(part, 0, rotary // 2)) for part in parts]
         if self.s.rope == "yarn":
             parts = [self.op("Mul", part, self.const(1.2)) for part in parts]
         return parts[0], parts[1]
 
-    def interleaved(self, half: str, rotary: int) -> str:
+    def interleaved(self, half: str) -> str:
         """Each of the first angles twice, as repeat_interleave is exported."""
-        shape = self.dims(1, 1, self.size_of("position_ids", 1), rotary // 2, 2)
-        twice = self.op("Expand", self.op("Unsqueeze", half, self.ints(-1)), shape)
+        twice = self.op(
+            "Expand", self.op("Unsqueeze", half, self.ints(-1)), self.ints(1, 1, 1, 1, 2)
+        )
         return str(self.op("Reshape", twice, self.ints(0, 0, 0, -1), allowzero=0))
 
     def slice(self, x: str, start: int, stop: int, step: int = 1) -> str:

@@ -235,24 +235,22 @@ def _score_function(editor: Editor, found: _Found) -> tuple[float, float]:
         result = editor.rounds.region(region.scores, _FIRST, given)
         return float(result.reshape(-1)[0])
 
-    unit = score(0.0625, 0.0625) * 256
-    scale = unit / (_at_first(found.q.turn) * _at_first(found.k.turn))
+    scale = 256 * score(0.0625, 0.0625) / _aligned(found)
     usual = 1 / math.sqrt(size)
     if abs(scale - usual) < 1e-3 * usual:
         scale = usual
     if not region.has_tanh:
         return scale, 0.0
-    softcap = score(1e3, 1e3)
+    softcap = abs(score(1e3, 1e3))
     # A score of 1/256 of the unit is far from the cap only to the third order of their ratio.
     return scale, round(softcap, 4)
 
 
-def _at_first(turn: Turn) -> float:
-    """The length of the first pair at position 0: 1, or YaRN's factor."""
-    if turn.tables is None:
-        return 1.0
-    tensors = [value.const_value for value in turn.tables]
-    return math.hypot(*(float(t.numpy()[0, 0]) for t in tensors if t is not None))
+def _aligned(found: _Found) -> float:
+    """The product of the first unit vector as query and as key, both turned as at position 0."""
+    unit = np.eye(1, found.region.size, dtype=np.float32)[None]
+    q, k = (turned(unit, side.turn, _FIRST) for side in (found.q, found.k))
+    return float((q * k).sum())
 
 
 def _attributes(found: _Found) -> tuple[float, float]:

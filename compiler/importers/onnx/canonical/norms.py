@@ -29,7 +29,10 @@ def rewrite_norms(editor: Editor) -> None:
     """Rewrite every norm of the graph."""
     for node in list(editor.graph):
         if node.op_type == "ReduceMean" and editor.rounds.is_data(node.outputs[0]):
-            _rewrite(editor, node)
+            try:
+                _rewrite(editor, node)
+            except NotEvaluable:
+                continue
 
 
 def _rewrite(editor: Editor, mean: Node) -> None:

@@ -39,10 +39,9 @@ def rewrite_positions(editor: Editor) -> None:
             a, b = b, a
         if a is None or b is None or editor.rounds.depends(b) != "round":
             continue
-        if not is_rows(editor.rounds, a):
-            continue
         try:
-            _rewrite(editor, node, a, b)
+            if is_rows(editor.rounds, a):
+                _rewrite(editor, node, a, b)
         except (Refusal, NotEvaluable) as reason:
             editor.refuse(node, f"what is added to activations is no row by position: {reason}")
 

@@ -101,10 +101,10 @@ class Angles:
         return int(np.count_nonzero(abs(odd_seen).max(0)))
 
     def _scale(self, span: Span, rotary_dim: int, units: Array) -> float:
-        """Of the elements that stay, or else of a rotation by nothing, at position 0."""
+        """Of the elements that stay, or else of the first pair at position 0."""
         if rotary_dim < span.size:
             return float(self._apply(span, _PROBE, units[-1])[0, 0, 0, -1])
-        return float(self._apply(span, Round(0, 1), units[0])[0, 0, 0, 0])
+        return float(np.linalg.norm(self._apply(span, Round(0, 1), units[0])[0, 0]))
 
     def _apply(self, span: Span, at: Round, vector: Array) -> Array:
         """The heads [1, H, M, D] that come of one vector [D] in each head and token."""
