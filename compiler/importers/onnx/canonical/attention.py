@@ -146,10 +146,11 @@ def _side(editor: Editor, angles: Angles, heads: Value, count: int, size: int) -
         return _Side(span, angles.measure(span), rows)
     assert node is not None and node.inputs[0] is not None
     before = _side(editor, angles, node.inputs[0], count, size)
-    if abs(before.turn.scale - 1) > 1e-5:
-        raise Refusal(f"{node.inputs[0].name} is scaled before its norm")
     rows = _rotated(editor, before, f"{source.name}/rope")
     name = f"{node.name or source.name}/rows"
+    if abs(before.turn.scale - 1) > 1e-5:
+        factor = editor.constant(f"{name}/factor", np.array([before.turn.scale], np.float32))
+        (rows,) = editor.node("Mul", [rows, factor], f"{name}/scaled")
     grouped = editor.reshape(rows, [1, -1, size], f"{name}/heads")
     (y,) = editor.node(
         node.op_type,
