@@ -11,6 +11,7 @@ import onnxruntime
 import pytest
 from decomposed import CONTEXT, KV_HEADS, LAYERS, SIZE, VOCAB, Decoder, Spelling
 from interpreter import replay
+from mini_decoder import MICROSOFT, MiniDecoder
 
 from atsc.compiler.errors import ModelError
 from atsc.compiler.importers.onnx import import_onnx
@@ -227,3 +228,24 @@ def test_nodes_in_a_circle_are_refused(tmp_path: Path) -> None:
     onnx.save(model, tmp_path / "model.onnx")
     with pytest.raises(ModelError, match="cannot be put in order"):
         import_onnx(tmp_path)
+
+
+def test_positions_with_a_gap_are_refused_by_a_fused_attention() -> None:
+    """Its tables are read by the positions that the model is given: no others."""
+    rng = np.random.default_rng(0)
+    decoder = MiniDecoder(rng.standard_normal((16, 64)).astype(np.float32))
+    shape = ["B", "M"]
+    positions = onnx.helper.make_tensor_value_info("position_ids", onnx.TensorProto.INT64, shape)
+    decoder.inputs.append(positions)
+    decoder.constant("gap", np.array([3], np.int64))
+    decoder.node("Add", ["position_ids", "gap"], ["late"])
+    angles = np.outer(np.arange(64), 0.8 ** np.arange(8)).astype(np.float32)
+    tables = [decoder.constant("cos", np.cos(angles)), decoder.constant("sin", np.sin(angles))]
+    seqlens, total = decoder.lengths(False)
+    past, present = decoder.cache(0, 1, 16)
+    inputs = ["x", "", "", *past, seqlens, total, *tables, "late"]
+    heads = {"num_heads": 2, "kv_num_heads": 1, "do_rotary": 1}
+    outputs = ["logits", *present]
+    decoder.node("GroupQueryAttention", inputs, outputs, MICROSOFT, name="attention", **heads)
+    with pytest.raises(ModelError, match="the_Add: .* the positions position_ids"):
+        decoder.imported()
