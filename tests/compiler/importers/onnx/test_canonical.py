@@ -247,5 +247,5 @@ def test_positions_with_a_gap_are_refused_by_a_fused_attention() -> None:
     heads = {"num_heads": 2, "kv_num_heads": 1, "do_rotary": 1}
     outputs = ["logits", *present]
     decoder.node("GroupQueryAttention", inputs, outputs, MICROSOFT, name="attention", **heads)
-    with pytest.raises(ModelError, match="the_Add: .* the positions position_ids"):
+    with pytest.raises(ModelError, match=r"the_Add: .* the positions position_ids"):
         decoder.imported()
