@@ -24,7 +24,7 @@ import numpy as np
 from cuda.bindings import driver
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / ".links"), str(ROOT / "tests" / "codegen"), str(ROOT / "tests" / "gpu")]
+sys.path += [str(ROOT / ".links"), str(ROOT / "tests" / "codegen"), str(ROOT / "tests" / "gpu")]
 
 from cuda_runner import (  # noqa: E402
     Buffer,

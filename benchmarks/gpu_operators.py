@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [
+sys.path += [
     str(ROOT / ".links"),
     str(ROOT / "benchmarks"),
     str(ROOT / "tests" / "codegen"),

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / folder) for folder in (".links", "tests")]
+sys.path += [str(ROOT / folder) for folder in (".links", "tests")]  # behind what is installed
 
 from device_programs import build_modules, build_program  # noqa: E402
 
