@@ -12,6 +12,7 @@ that loads the driver by itself. Kernels are compiled before, outside of it. Nee
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -25,7 +26,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path += [str(ROOT / folder) for folder in (".links", "tests")]  # behind what is installed
+sys.path.append(str(ROOT / "tests"))
+if importlib.util.find_spec("atsc") is None:  # a bare machine; a checkout would hide atsc.load
+    sys.path.append(str(ROOT / ".links"))
 
 from device_programs import build_modules, build_program  # noqa: E402
 
