@@ -8,7 +8,7 @@ from atsc.codegen.graph.elementwise import FLOATS, elementwise, onnx_type
 from atsc.codegen.graph.kernels import raw_call
 from atsc.codegen.graph.lower import Lowering, RefusedError, Rule
 from atsc.codegen.graph.moves import axis_of, reshaped
-from atsc.codegen.graph.reduce import binary, largest_of, total_of, unary
+from atsc.codegen.graph.reduce import binary, cumulative, largest_of, total_of, unary
 from atsc.codegen.graph.tensor import DEAR, Code, Index, Tensor, c_index, c_type, linear, stored
 from atsc.codegen.tail import ELEMENT_BYTES
 from atsc.compiler.dims import Dim, product
@@ -65,26 +65,6 @@ def _top_k(g: Lowering, node: OnnxNode, x: list[Any]) -> tuple[Tensor, Tensor]:
         return data.at(code, own)
 
     return Tensor(data.dtype, shape, at, cost=1), indices
-
-
-def _cumulative_product(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
-    """Each element multiplies what is before it, as CumSum sums."""
-    data, kind = g.cheap(x[0]), c_type(x[0].dtype)
-    axis = axis_of(g.ints(x[1], "axis")[0], data.rank)
-    reverse, exclusive = node.attrs.get("reverse", 0), node.attrs.get("exclusive", 0)
-
-    def at(code: Code, index: Index) -> str:
-        own, total, name = list(index), code.fresh("product"), code.fresh("r")
-        own[axis] = c_index(data.shape[axis], name)
-        begin, end = "0", f"{index[axis]}{'' if exclusive else ' + 1'}"
-        if reverse:
-            begin, end = f"{index[axis]}{' + 1' if exclusive else ''}", code.dim(data.shape[axis])
-        code.line(f"{kind} {total} = 1;")
-        with code.block(f"for (int64_t {name} = {begin}; {name} < {end}; ++{name})"):
-            code.line(f"{total} = ({kind})({total} * {data.at(code, own)});")
-        return total
-
-    return Tensor(data.dtype, data.shape, at, cost=DEAR)
 
 
 def _reverse_sequence(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
@@ -206,7 +186,7 @@ RULES: dict[tuple[str, str], Rule] = {
     ("", "TensorScatter"): _tensor_scatter,
     ("", "BitCast"): _bit_cast,
     ("", "TopK"): _top_k,
-    ("", "CumProd"): _cumulative_product,
+    ("", "CumProd"): cumulative("1", "*"),
     ("", "ReverseSequence"): _reverse_sequence,
     ("", "Hardmax"): _hardmax,
     ("", "LpNormalization"): _lp_normalization,

@@ -303,24 +303,32 @@ def _arg(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
     return reshaped(g, result, tuple(s for a, s in enumerate(shape) if a != axis))
 
 
-def _cumsum(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
-    """Each element sums what is before it: quadratic in the axis, which is mostly short."""
-    data, kind = g.cheap(x[0]), c_type(x[0].dtype)
-    axis = axis_of(g.ints(x[1], "axis")[0], data.rank)
-    reverse, exclusive = node.attrs.get("reverse", 0), node.attrs.get("exclusive", 0)
+def cumulative(start: str, operator: str) -> Rule:
+    """Each element adds itself to, or multiplies, what is before it.
 
-    def at(code: Code, index: Index) -> str:
-        own, total, name = list(index), code.fresh("sum"), code.fresh("r")
-        own[axis] = c_index(data.shape[axis], name)
-        begin, end = "0", f"{index[axis]}{'' if exclusive else ' + 1'}"
-        if reverse:
-            begin, end = f"{index[axis]}{' + 1' if exclusive else ''}", code.dim(data.shape[axis])
-        code.line(f"{kind} {total} = 0;")
-        with code.block(f"for (int64_t {name} = {begin}; {name} < {end}; ++{name})"):
-            code.line(f"{total} = ({kind})({total} + {data.at(code, own)});")
-        return total
+    It is quadratic in the axis, which is mostly short.
+    """
 
-    return Tensor(data.dtype, data.shape, at, cost=DEAR)
+    def rule(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
+        data, kind = g.cheap(x[0]), c_type(x[0].dtype)
+        axis = axis_of(g.ints(x[1], "axis")[0], data.rank)
+        reverse, exclusive = node.attrs.get("reverse", 0), node.attrs.get("exclusive", 0)
+
+        def at(code: Code, index: Index) -> str:
+            own, total, name = list(index), code.fresh("total"), code.fresh("r")
+            own[axis] = c_index(data.shape[axis], name)
+            begin, end = "0", f"{index[axis]}{'' if exclusive else ' + 1'}"
+            if reverse:
+                begin = f"{index[axis]}{' + 1' if exclusive else ''}"
+                end = code.dim(data.shape[axis])
+            code.line(f"{kind} {total} = {start};")
+            with code.block(f"for (int64_t {name} = {begin}; {name} < {end}; ++{name})"):
+                code.line(f"{total} = ({kind})({total} {operator} {data.at(code, own)});")
+            return total
+
+        return Tensor(data.dtype, data.shape, at, cost=DEAR)
+
+    return rule
 
 
 RULES: dict[tuple[str, str], Rule] = {
@@ -332,5 +340,5 @@ RULES: dict[tuple[str, str], Rule] = {
     ("", "InstanceNormalization"): _instance_norm,
     ("", "ArgMax"): _arg,
     ("", "ArgMin"): _arg,
-    ("", "CumSum"): _cumsum,
+    ("", "CumSum"): cumulative("0", "+"),
 }
