@@ -381,12 +381,15 @@ void test_fault(const Options& options, int) {
   list.signal(Branch::kCompute, kToHost, 1);
   const auto executable = fixture.device->build(list, BuildMode::kGraph);
   const int64_t begin = now_ns();
-  executable->run();
-  const std::string text = failure_of([&] { executable->await(kToHost, 1); });
+  const std::string text = failure_of([&] {
+    executable->run();  // a driver may tell of the fault before this returns
+    executable->await(kToHost, 1);
+  });
   EXPECT(now_ns() - begin < 10'000'000'000);
   std::fprintf(stderr, "%s\n", text.c_str());
-  EXPECT(contains(text, options.cuda ? "CUDA_ERROR" : "fault in kernel test_affine"));
-  EXPECT(failure_of([&] { executable->wait(); }) == text);
+  const char* failure = options.cuda ? "CUDA_ERROR" : "fault in kernel test_affine";
+  EXPECT(contains(text, failure));
+  EXPECT(contains(failure_of([&] { executable->wait(); }), failure));
   EXPECT(failure_of([&] { executable->run(); }) != "");
 }
 
