@@ -21,7 +21,10 @@ from atsc.compiler.errors import PlanError
 from atsc.compiler.isa import ISA_FLAGS, cpu_flags, missing_flags, platform_name
 from atsc.compiler.plan_json import Json, decode_manifest, encode_manifest, parse_object
 
-SCHEMA = 1
+SCHEMA = 2
+"""Of plan.json: raised with every change of its fields."""
+API_VERSION, API_OLDEST = 2, 2
+"""Of the C interface, ATSC_API_VERSION and ATSC_API_OLDEST of runtime/include/atsc.h."""
 MANIFEST = "plan.json"
 WEIGHTS_ALIGNMENT = 4096
 _MAX_MANIFEST_BYTES = 256 << 20
@@ -245,6 +248,11 @@ class File:
 class Manifest:
     """The content of plan.json."""
 
+    schema: int = field(default=SCHEMA, kw_only=True)
+    interface: int = field(default=API_VERSION, kw_only=True)
+    """The version of the C interface that the library has."""
+    oldest_interface: int = field(default=API_OLDEST, kw_only=True)
+    """The library also serves callers of the versions from here on."""
     plan_id: str
     """Identifies the build: what sessions saved from this plan are tied to."""
     atsc_version: str
@@ -267,7 +275,6 @@ class Manifest:
     """None in plans of language models."""
     weights_key: str = ""
     """Identifies what weights.bin was made from, so that re-planning need not write it again."""
-    schema: int = SCHEMA
 
 
 def identify(manifest: Manifest) -> str:
@@ -285,7 +292,7 @@ def load(directory: Path) -> Manifest:
     """Read plan.json and check its form, not the files that it names.
 
     Raises:
-        PlanError: no plan, another schema, an unknown or malformed field.
+        PlanError: no plan, another schema or C interface, an unknown or malformed field.
     """
     return _parse(_read_manifest(directory), directory)
 
@@ -365,9 +372,22 @@ def _parse(text: bytes, directory: Path) -> Manifest:
     if data.get("schema") != SCHEMA:
         raise PlanError(
             f"{path}: plan schema {str(data.get('schema'))[:20]}, this atsc reads schema {SCHEMA}; "
-            "compile the model again, or use the atsc that made the plan"
+            "compile the model again, or install the atsc that made it"
         )
+    _check_interface(data, path)
     return decode_manifest(Manifest, data, path)
+
+
+def _check_interface(data: Json, path: Path) -> None:
+    """Whether this loader may call the library, before anything else is asked of the plan."""
+    made, oldest = data.get("interface"), data.get("oldest_interface")
+    if type(made) is not int or type(oldest) is not int:
+        raise _damaged(path, "it does not say which C interface its library has")
+    if not oldest <= API_VERSION <= made:
+        raise PlanError(
+            f"{path}: this plan was made by another version of atsc (C interface {made}, this one "
+            f"has {API_VERSION}); compile the model again, or install the atsc that made it"
+        )
 
 
 def _check_machine(manifest: Manifest, directory: Path) -> None:

@@ -24,9 +24,8 @@ class _Mismatch(Exception):
 
 
 def encode_manifest(manifest: object) -> bytes:
-    """A dataclass as JSON text in UTF-8: `schema` first, then fields as they are declared."""
-    data = {"schema": None, **_plain(manifest)}
-    return (_text(data, "\n") + "\n").encode("utf-8")
+    """A dataclass as JSON text in UTF-8, fields as they are declared."""
+    return (_text(_plain(manifest), "\n") + "\n").encode("utf-8")
 
 
 def parse_object(text: bytes, path: Path) -> dict[str, Json]:

@@ -16,8 +16,8 @@ from atsc.compiler.errors import (
     PlanError,
     UsageError,
 )
+from atsc.compiler.plan import API_VERSION
 
-API_VERSION = 1
 MESSAGE_BYTES, REASON_BYTES = 1024, 128
 MAX_RANK = 8
 
@@ -314,11 +314,6 @@ class _Table(ctypes.Structure):
     )
 
 
-def known_bytes(table: _Table) -> int:
-    """Bytes of a library's table; older ones have fewer functions."""
-    return int(table.struct_size)
-
-
 class Library:
     """A plan's library in memory; its functions are called by name through `call`."""
 
@@ -346,14 +341,11 @@ class Library:
         if not table:
             self.close()
             raise PlanError(
-                f"{name}: made for another version of atsc's interface than {API_VERSION}; "
+                f"{name}: made by another version of atsc (it has no C interface {API_VERSION}); "
                 "compile the model again"
             )
-        end = known_bytes(table.contents)
         self._functions: dict[str, Callable[..., int]] = {
-            function: getattr(table.contents, function)
-            for function in _FUNCTIONS
-            if getattr(_Table, function).offset < end
+            function: getattr(table.contents, function) for function in _FUNCTIONS
         }
 
     def call(self, function: str, *arguments: Any) -> None:
@@ -361,13 +353,7 @@ class Library:
 
         Raises:
             AtscError: a child that fits the status, with the library's message.
-            PlanError: the plan is older than the function.
         """
-        if function not in self._functions:
-            raise PlanError(
-                f"the plan's library has no {function}: an older atsc made it; compile the model "
-                "again"
-            )
         message = Message()
         status = self._functions[function](*arguments, ctypes.byref(message))
         if status:

@@ -26,7 +26,10 @@
 extern "C" {
 #endif
 
-#define ATSC_API_VERSION 1u
+/* Raised with every change below. A plan serves callers built for any version from the oldest on: what
+ * they know has not changed since, and what came later is at the end. */
+#define ATSC_API_VERSION 2u
+#define ATSC_API_OLDEST 2u
 #define ATSC_MESSAGE_BYTES 1024
 
 typedef int32_t atsc_status;
@@ -344,7 +347,7 @@ typedef struct atsc_api {
                           atsc_tensor* outputs, int32_t num_outputs, atsc_message* message);
 } atsc_api;
 
-/* The table of a version, or NULL if this library does not know it. */
+/* The table for callers built for a version, or NULL if this library does not serve them. */
 typedef const atsc_api* (*atsc_get_api_function)(uint32_t version);
 
 #ifdef __cplusplus

@@ -2,9 +2,9 @@
  *
  * Compile src/atsc_open.c into your application (C11, links with -ldl where libc wants it); it
  * belongs to no particular plan. Before any native code is loaded it checks plan.json (schema,
- * platform, CPU), the size of every file, and the sha256 of every file but the weights; what is
- * loaded are the very bytes that were hashed. The hashes find damage. Against an attacker, pin
- * plan.json itself with `expected_sha256`: loading a plan runs native code.
+ * interface, platform, CPU), the size of every file, and the sha256 of every file but the weights;
+ * what is loaded are the very bytes that were hashed. The hashes find damage. Against an attacker,
+ * pin plan.json itself with `expected_sha256`: loading a plan runs native code.
  */
 #ifndef ATSC_OPEN_H
 #define ATSC_OPEN_H

@@ -281,5 +281,6 @@ constexpr atsc_api kApi = {
 }  // namespace atsc
 
 extern "C" __attribute__((visibility("default"))) const atsc_api* atsc_get_api(uint32_t version) {
-  return version == ATSC_API_VERSION ? &atsc::kApi : nullptr;
+  const bool served = version >= ATSC_API_OLDEST && version <= ATSC_API_VERSION;
+  return served ? &atsc::kApi : nullptr;
 }

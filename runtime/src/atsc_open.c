@@ -25,7 +25,7 @@
 #define COMPILE_AGAIN "compile the model again"
 #define COPY_AGAIN "copy the plan again, or compile the model again"
 
-enum { SCHEMA = 1, MAX_MANIFEST_BYTES = 256 << 20, NAME_ROOM = 4096, READ_BYTES = 1 << 20 };
+enum { SCHEMA = 2, MAX_MANIFEST_BYTES = 256 << 20, NAME_ROOM = 4096, READ_BYTES = 1 << 20 };
 
 typedef struct file_entry {
   char* path;
@@ -37,7 +37,7 @@ typedef struct loader {
   const char* directory;
   int folder; /* its descriptor */
   atsc_message* message;
-  uint64_t schema, sessions;
+  uint64_t schema, interface, oldest_interface, sessions;
   char plan_id[256], platform[64], isa[64], library[NAME_ROOM], weights[NAME_ROOM];
   file_entry* files;
   size_t num_files;
@@ -153,6 +153,12 @@ static void read_options(json* j, loader* l) {
   }
 }
 
+/* Whether the plan's library does not serve this loader. Versions begin at 1: 0 is not known yet. */
+static int is_of_another_interface(const loader* l) {
+  if (l->interface == 0 || l->oldest_interface == 0) return 0;
+  return l->interface < ATSC_API_VERSION || l->oldest_interface > ATSC_API_VERSION;
+}
+
 static void read_manifest(json* j, loader* l) {
   char key[256];
   int first = 1;
@@ -160,6 +166,10 @@ static void read_manifest(json* j, loader* l) {
   while (json_key(j, &first, key, sizeof key)) {
     if (strcmp(key, "schema") == 0) {
       l->schema = json_count(j);
+    } else if (strcmp(key, "interface") == 0) {
+      l->interface = json_count(j);
+    } else if (strcmp(key, "oldest_interface") == 0) {
+      l->oldest_interface = json_count(j);
     } else if (strcmp(key, "plan_id") == 0) {
       read_text(j, l->plan_id, sizeof l->plan_id);
     } else if (strcmp(key, "platform") == 0) {
@@ -177,8 +187,8 @@ static void read_manifest(json* j, loader* l) {
     } else {
       json_skip(j);
     }
-    /* Another schema may look quite different: no more of it needs to make sense. */
-    if (l->schema != 0 && l->schema != SCHEMA) return;
+    /* A plan for another loader may look quite different: no more of it needs to make sense. */
+    if ((l->schema != 0 && l->schema != SCHEMA) || is_of_another_interface(l)) return;
   }
   json_space(j);
   if (*j->at != '\0') j->failed = 1;
@@ -192,8 +202,15 @@ static atsc_status parse_manifest(loader* l, const char* text, size_t bytes) {
                   "plan schema %llu, this loader reads schema %d: %s, or use the atsc that made it",
                   (unsigned long long)l->schema, SCHEMA, COMPILE_AGAIN);
   }
-  if (j.failed || !l->plan_id[0] || !l->platform[0] || !l->isa[0] || !l->library[0] ||
-      !l->weights[0]) {
+  if (!j.failed && is_of_another_interface(l)) {
+    return refuse(l, ATSC_PLAN_ERROR,
+                  "this plan was made by another version of atsc (C interface %llu, this loader has "
+                  "%u): %s, or use the loader of the atsc that made it",
+                  (unsigned long long)l->interface, ATSC_API_VERSION, COMPILE_AGAIN);
+  }
+  const int has_numbers = l->schema != 0 && l->interface != 0 && l->oldest_interface != 0;
+  if (j.failed || !has_numbers || !l->plan_id[0] || !l->platform[0] || !l->isa[0] ||
+      !l->library[0] || !l->weights[0]) {
     return refuse(l, ATSC_PLAN_ERROR, "plan.json is damaged near byte %lld: %s",
                   (long long)(j.at - text), COPY_AGAIN);
   }
@@ -376,8 +393,8 @@ static atsc_status load_library(loader* l, atsc_opened* opened) {
   *(void**)&get_api = dlsym(opened->library, "atsc_get_api");
   opened->api = get_api != NULL ? get_api(ATSC_API_VERSION) : NULL;
   if (opened->api != NULL) return ATSC_OK;
-  return refuse(l, ATSC_PLAN_ERROR, "%s does not have version %u of atsc's interface: %s",
-                l->library, ATSC_API_VERSION, COMPILE_AGAIN);
+  return refuse(l, ATSC_PLAN_ERROR, "%s was made by another version of atsc (it has no C interface %u): "
+                                    "%s", l->library, ATSC_API_VERSION, COMPILE_AGAIN);
 }
 
 static atsc_status open_plan(loader* l, const atsc_open_options* options, atsc_opened* opened) {

@@ -116,10 +116,37 @@ def test_a_flipped_bit_between_units_is_found_by_full(folder: Path) -> None:
 
 
 def test_another_schema(folder: Path) -> None:
-    edit(folder, lambda data: data.update(schema=2, new_in_schema_2=True))
-    assert "plan schema 2, this atsc reads schema 1" in refusal(folder)
+    edit(folder, lambda data: data.update(schema=3, new_in_schema_3=True))
+    assert "plan schema 3, this atsc reads schema 2" in refusal(folder)
     edit(folder, lambda data: data.pop("schema"))
     assert "plan schema None" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("interface", "oldest", "serves"),
+    [
+        (plan.API_VERSION + 1, plan.API_OLDEST, True),
+        (plan.API_VERSION + 1, plan.API_VERSION + 1, False),
+        (plan.API_VERSION - 1, plan.API_OLDEST - 1, False),
+    ],
+)
+def test_another_interface(folder: Path, interface: int, oldest: int, serves: bool) -> None:
+    """Said before the fields are read, which another version may have changed."""
+    edit(folder, lambda data: data.update(interface=interface, oldest_interface=oldest))
+    if serves:
+        assert plan.check(folder).interface == interface
+        return
+    edit(folder, lambda data: data.update(new_later=True))
+    assert (
+        f"this plan was made by another version of atsc (C interface {interface}, this one has "
+        f"{plan.API_VERSION})"
+    ) in refusal(folder)
+
+
+@pytest.mark.parametrize("field", ["interface", "oldest_interface"])
+def test_no_interface(folder: Path, field: str) -> None:
+    edit(folder, lambda data: data.pop(field))
+    assert "does not say which C interface" in refusal(folder)
 
 
 def test_another_platform(folder: Path) -> None:

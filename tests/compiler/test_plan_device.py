@@ -32,7 +32,7 @@ class Holder:
 @given(documents)
 def test_json_text_means_what_was_written(value: Any) -> None:
     text = encode_manifest(Holder(value)).decode("utf-8")
-    assert json.loads(text) == {"schema": None, "value": value}
+    assert json.loads(text) == {"value": value}
     assert text.endswith("}\n")
 
 

@@ -16,6 +16,7 @@ import pytest
 from tiny_model import CONTEXT, RUNTIME
 
 from atsc.compiler.errors import PlanError
+from atsc.compiler.plan import API_VERSION
 from atsc.runtime import capi
 from atsc.runtime.loader import load
 
@@ -90,6 +91,15 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "truncated": (lambda f: os.truncate(f / "weights.bin", 99), "99 bytes instead of 14336"),
     "altered": (lambda f: _flip(f / "libplan.so", 5000), "libplan.so is not what was compiled"),
     "schema": (lambda f: _edit(f, lambda m: m.update(schema=9)), "plan schema 9"),
+    "newer": (
+        lambda f: _edit(f, lambda m: m.update(interface=99, oldest_interface=98, library=[])),
+        f"another version of atsc (C interface 99, this loader has {API_VERSION})",
+    ),
+    "older": (
+        lambda f: _edit(f, lambda m: m.update(interface=1, oldest_interface=1, library=[])),
+        f"another version of atsc (C interface 1, this loader has {API_VERSION})",
+    ),
+    "no interface": (lambda f: _edit(f, lambda m: m.pop("interface")), "plan.json is damaged"),
     "platform": (lambda f: _edit(f, lambda m: m.update(platform="linux-arm64")), "linux-arm64"),
     "isa": (lambda f: _edit(f, lambda m: m.update(isa="x86-64-v9")), "level x86-64-v9"),
     "no isa": (lambda f: _edit(f, lambda m: m.pop("isa")), "plan.json is damaged"),

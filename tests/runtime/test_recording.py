@@ -6,13 +6,12 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import tiny_model
 from tiny_model import CHUNK, GATE_TOKEN, UNIT_NAMES
 
-from atsc.compiler.errors import CancelledError, PlanError
+from atsc.compiler.errors import CancelledError
 from atsc.runtime import capi
 from atsc.runtime.loader import Plan, load
 from atsc.runtime.rounds import Round
@@ -132,13 +131,3 @@ def test_switching_off_drops_what_was_kept(open_tiny: Callable[..., Plan]) -> No
         session.set_recording(False)
         session.decode(1)
         assert session.take_rounds() == []
-
-
-def test_an_older_plan_says_so(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library's table ends where its atsc's did; what lies behind it is never called."""
-    offset = capi._Table.session_set_recording.offset
-    monkeypatch.setattr(capi, "known_bytes", lambda table: offset)
-    with load(tiny_folder) as plan, plan.session() as session:
-        session.decode(1)
-        with pytest.raises(PlanError, match="no session_set_recording: an older atsc made it"):
-            session.set_recording(True)
