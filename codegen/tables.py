@@ -126,7 +126,10 @@ def _values(t: TableInputs, names: Sequence[str]) -> str:
     for name in names:
         shared, private = t.allocation.shared[name], t.allocation.private.get(name)
         place = f"{private.offset}ull" if private else "kNotPrivate"
-        rows.append(f"    {{{shared.offset}ull, {shared.num_bytes}ull, {place}}},  // {name}\n")
+        kind = t.graph.values[name]
+        numbers = f"{shared.offset}ull, {shared.num_bytes}ull, {place}"
+        value_type = f"ValueType::k{kind.dtype.name}, {kind.shape[-1]}"
+        rows.append(f"    {{{numbers}, {value_type}}},  // {name}\n")
     return "".join(rows)
 
 

@@ -3,8 +3,8 @@
 A plan without placements is written beside the one to come and opened by the loader; its runtime
 times one unit at a time, weights cold, on either side. Units with equal kernels and
 sizes (the layers of a model) are timed once. What was found is kept in the cache folder under a
-hash of the machine, the kernels and the question; that plan is written only when an answer is
-missing. Source: DESIGN section 3, annotate.
+hash of the machine, the kernels, how they are timed and the question; that plan is written only
+when an answer is missing. Source: DESIGN section 3, annotate.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atsc.codegen.device_plan import profiling_tables
-from atsc.codegen.toolchain import cache_dir
+from atsc.codegen.toolchain import RUNTIME_SOURCES, cache_dir
 from atsc.compiler.compilation import Compilation
 from atsc.compiler.write_plan import write_compiled
 from atsc.passes.annotate import Progress
@@ -122,9 +122,12 @@ def _signatures(b: Compilation) -> tuple[str, ...]:
 
 
 def _identity(b: Compilation) -> str:
-    """A hash of the machine and of the code that is timed."""
+    """A hash of the machine, of the code that is timed, and of the code that times it."""
     modules = [path.name for _, path in b.code.device.modules] if b.code.device else []
-    facts = [dataclasses.asdict(b.target), b.code.cpu.identity(), modules, b.options.threads]
+    profiler = [path.read_text("utf-8") for path in sorted(RUNTIME_SOURCES.glob("profiler*"))]
+    assert profiler, "the runtime's sources are part of the package"
+    code = [b.code.cpu.identity(), modules, profiler]
+    facts = [dataclasses.asdict(b.target), code, b.options.threads]
     return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:32]
 
 

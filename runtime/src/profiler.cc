@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "failure.h"
+#include "profiler_inputs.h"
 
 namespace atsc {
 namespace {
@@ -15,7 +16,8 @@ constexpr uint64_t kMostCopies = 32;
 constexpr uint64_t kLinkBytes = 64ull << 20;
 constexpr uint64_t kHandOffBytes = 16 << 10;
 constexpr int kNumHandOffs = 200;
-constexpr int kCacheByte = 0x2c;  // as fp16: small, finite numbers
+constexpr int64_t kWarmUpNs = 50'000'000;
+constexpr uint64_t kMostFilled = 4 << 20;  // of a cache on the device at a time
 
 uint64_t round_up(uint64_t bytes, uint64_t multiple) {
   return (bytes + multiple - 1) / multiple * multiple;
@@ -36,6 +38,14 @@ uint64_t cache_bytes(const CacheEntry& cache) {
   return round_up(sizeof(uint16_t) * heads * cache.capacity, 4096);
 }
 
+std::vector<int32_t> token_ids(int64_t rows, int32_t vocab_size) {
+  std::vector<int32_t> tokens;
+  for (int64_t i = 0; i < rows; ++i) {
+    tokens.push_back(static_cast<int32_t>((i * 7919 + 1) % vocab_size));
+  }
+  return tokens;
+}
+
 // Runs it once to warm up, then until the figure is good.
 template <class Run>
 int64_t median_ns(Run&& run) {
@@ -51,8 +61,20 @@ int64_t median_ns(Run&& run) {
 
 }  // namespace
 
+// What nodes read and do not make, at places of its own: in the arena, outputs that come after the
+// last use of an input may lie where it was, and the next repeat would read them.
+struct Profiler::Inputs {
+  std::vector<uint64_t> offsets;  // of the plan's values; kNowhere: made by the nodes, or unused
+  platform::Mapping memory;
+
+  bool has(const Operand& operand) const {
+    return operand.kind == OperandKind::kValue && offsets[operand.index] != kNowhere;
+  }
+};
+
 // Some nodes, made ready to run on the host again and again.
 struct Profiler::HostWork {
+  Inputs inputs;
   std::vector<int32_t> tokens;
   int32_t logit_row;
   platform::Mapping logits, cache_memory;
@@ -68,8 +90,9 @@ struct Profiler::DeviceWork {
   const DeviceShare& share;
   int64_t rows;
   int unit;
-  uint64_t unit_bytes, cache_bytes, stride;
-  DeviceRange copies, shared, arena, round, logits, scratch;
+  uint64_t unit_bytes, cache_bytes, stride, num_copies;
+  const Inputs& inputs;
+  DeviceRange copies, shared, read, arena, round, logits, scratch;
 };
 
 Profiler::Profiler(const Plan& plan, Executor& executor, Pool& pool, const std::byte* weights,
@@ -95,12 +118,75 @@ Device& Profiler::device() const {
   return *device_;
 }
 
-std::unique_ptr<Profiler::HostWork> Profiler::host_work(const std::vector<int>& nodes,
-                                                        int64_t rows, int64_t position) {
-  auto work = std::make_unique<HostWork>();
-  for (int64_t i = 0; i < rows; ++i) {
-    work->tokens.push_back(static_cast<int32_t>((i * 7919 + 1) % plan_.vocab_size));
+std::vector<int> Profiler::nodes_of(int unit) const {
+  std::vector<int> nodes;
+  for (int node = 0; node < plan_.num_nodes; ++node) {
+    if (plan_.nodes[node].unit == unit) nodes.push_back(node);
   }
+  return nodes;
+}
+
+// The node that makes a value.
+int Profiler::maker_of(uint64_t value) const {
+  for (int node = 0; node < plan_.num_nodes; ++node) {
+    for (const Operand& out : plan_.nodes[node].out) {
+      if (out.kind == OperandKind::kValue && out.index == value) return node;
+    }
+  }
+  fail(ATSC_PLAN_ERROR, "value %llu has no node: compile the model again",
+       static_cast<unsigned long long>(value));
+}
+
+// In a round of so many tokens and one row of logits.
+int64_t Profiler::rows_of(uint64_t value, int64_t tokens) const {
+  return plan_.nodes[maker_of(value)].rows == RowsOf::kTokens ? tokens : 1;
+}
+
+Profiler::Inputs Profiler::inputs_of(const std::vector<int>& nodes, int64_t tokens) {
+  Inputs inputs;
+  inputs.offsets.assign(static_cast<size_t>(plan_.num_values), kNowhere);
+  std::vector<uint64_t> read;
+  std::vector<bool> known(static_cast<size_t>(plan_.num_values));
+  uint64_t bytes = 0;
+  for (const int node : nodes) {
+    for (const Operand& in : plan_.nodes[node].in) {
+      if (in.kind != OperandKind::kValue || known[in.index]) continue;
+      known[in.index] = true;
+      read.push_back(in.index);
+      inputs.offsets[in.index] = bytes;
+      bytes += round_up(plan_.values[in.index].bytes, 256);
+    }
+    for (const Operand& out : plan_.nodes[node].out) {
+      if (out.kind == OperandKind::kValue) known[out.index] = true;
+    }
+  }
+  inputs.memory = platform::Mapping::anonymous(bytes + 64, true, "activations");
+  for (const uint64_t value : read) {
+    fill_input(value, tokens, inputs.memory.data() + inputs.offsets[value]);
+  }
+  return inputs;
+}
+
+void Profiler::fill_input(uint64_t value, int64_t tokens, std::byte* place) {
+  const ValueEntry& entry = plan_.values[value];
+  const int64_t rows = rows_of(value, tokens);
+  if (entry.type == ValueType::kF32) {
+    return fill_activations(reinterpret_cast<float*>(place), rows, entry.width);
+  }
+  const auto work = host_work({maker_of(value)}, tokens, 0, true);
+  executor_.bind(*work->program, work->round);
+  executor_.run_segment(*work->program, 0, work->cancelled);
+  const int64_t bytes = 2 * q8_blocks(entry.width) * rows * kQ8BytesPerBlock;
+  std::memcpy(place, executor_.arena() + entry.offset, static_cast<uint64_t>(bytes));
+}
+
+// Outputs that are shared lie in the arena, also those that threads would make for themselves.
+std::unique_ptr<Profiler::HostWork> Profiler::host_work(const std::vector<int>& nodes,
+                                                        int64_t rows, int64_t position,
+                                                        bool shares_outputs) {
+  auto work = std::make_unique<HostWork>();
+  work->inputs = inputs_of(nodes, rows);
+  work->tokens = token_ids(rows, plan_.vocab_size);
   work->logit_row = static_cast<int32_t>(rows - 1);
   work->logits = platform::Mapping::anonymous(
       sizeof(float) * static_cast<size_t>(plan_.vocab_size) + 64, false, "logits");
@@ -109,7 +195,7 @@ std::unique_ptr<Profiler::HostWork> Profiler::host_work(const std::vector<int>& 
     if (plan_.nodes[node].layer >= 0) bytes += 2 * cache_bytes(plan_.caches[plan_.nodes[node].layer]);
   }
   work->cache_memory = platform::Mapping::anonymous(bytes + 64, false, "KV caches");
-  std::memset(work->cache_memory.data(), kCacheByte, bytes);
+  fill_cache(work->cache_memory.data(), bytes);
   work->caches.resize(static_cast<size_t>(plan_.num_caches));
   std::byte* at = work->cache_memory.data();
   for (const int node : nodes) {
@@ -121,8 +207,15 @@ std::unique_ptr<Profiler::HostWork> Profiler::host_work(const std::vector<int>& 
   }
   Splits splits;
   splits.segments.push_back({0, nodes});
-  splits.crosses.resize(static_cast<size_t>(plan_.num_values));
+  splits.crosses.assign(static_cast<size_t>(plan_.num_values), shares_outputs);
   work->program = executor_.compile(rows, 1, splits);
+  for (Executor::Instruction& instruction : work->program->instructions) {
+    for (int slot = 0; slot < kMaxInputs; ++slot) {
+      const Operand& in = instruction.node->in[slot];
+      if (!work->inputs.has(in)) continue;
+      instruction.args.in[slot] = work->inputs.memory.data() + work->inputs.offsets[in.index];
+    }
+  }
   work->round = {work->tokens.data(), rows, position, &work->logit_row, 1,
                  reinterpret_cast<float*>(work->logits.data()), work->caches.data(),
                  &work->cancelled};
@@ -130,10 +223,7 @@ std::unique_ptr<Profiler::HostWork> Profiler::host_work(const std::vector<int>& 
 }
 
 int64_t Profiler::unit_ns(int unit, bool on_device, int64_t rows, int64_t position) {
-  std::vector<int> nodes;
-  for (int node = 0; node < plan_.num_nodes; ++node) {
-    if (plan_.nodes[node].unit == unit) nodes.push_back(node);
-  }
+  std::vector<int> nodes = nodes_of(unit);
   if (nodes.empty()) return 0;
   if (!on_device) return host_ns(unit, rows, position);
   Placement alone;
@@ -146,11 +236,7 @@ int64_t Profiler::unit_ns(int unit, bool on_device, int64_t rows, int64_t positi
 }
 
 int64_t Profiler::host_ns(int unit, int64_t rows, int64_t position) {
-  std::vector<int> nodes;
-  for (int node = 0; node < plan_.num_nodes; ++node) {
-    if (plan_.nodes[node].unit == unit) nodes.push_back(node);
-  }
-  const auto work = host_work(nodes, rows, position);
+  const auto work = host_work(nodes_of(unit), rows, position);
   executor_.bind(*work->program, work->round);
   const UnitEntry& entry = plan_.units[unit];
   return median_ns([&] {
@@ -168,7 +254,11 @@ void Profiler::record_copy(CommandList& list, const DeviceWork& work, int copy) 
       case OperandKind::kNone: return 0;
       case OperandKind::kTokenIds: return work.round.address() + work.share.token_ids_offset;
       case OperandKind::kLogits: return work.logits.address();
-      case OperandKind::kValue: return work.arena.address() + plan_.values[operand.index].offset;
+      case OperandKind::kValue:
+        if (work.inputs.has(operand)) {
+          return work.read.address() + work.inputs.offsets[operand.index];
+        }
+        return work.arena.address() + plan_.values[operand.index].offset;
       case OperandKind::kWeight: break;
     }
     const int unit = work.share.unit_at(operand.index);
@@ -200,13 +290,47 @@ void Profiler::record_copy(CommandList& list, const DeviceWork& work, int copy) 
   }
 }
 
+// Everything that the work's nodes read.
+void Profiler::upload(const DeviceWork& work, int64_t position) {
+  Device& gpu = device();
+  for (int other = 0; other < plan_.num_units; ++other) {
+    if (other == work.unit || !work.share.unit_on_device[other]) continue;
+    gpu.upload(work.shared.address() + work.share.unit_offsets[other],
+               weights_ + plan_.units[other].offset, plan_.units[other].bytes);
+  }
+  const auto pattern = platform::Mapping::anonymous(kMostFilled, false, "KV caches");
+  fill_cache(pattern.data(), std::min(kMostFilled, 2 * work.cache_bytes));
+  for (uint64_t copy = 0; copy < work.num_copies; ++copy) {
+    const DeviceAddress base = work.copies.address() + work.stride * copy;
+    const UnitEntry& entry = plan_.units[work.unit];
+    gpu.upload(base, weights_ + entry.offset, entry.bytes);
+    for (uint64_t done = 0; done < 2 * work.cache_bytes; done += kMostFilled) {
+      const uint64_t bytes = std::min(kMostFilled, 2 * work.cache_bytes - done);
+      gpu.upload(base + work.unit_bytes + done, pattern.data(), bytes);
+    }
+  }
+  gpu.upload(work.read.address(), work.inputs.memory.data(), work.read.bytes());
+  if (work.arena.bytes() > 0) gpu.fill(work.arena.address(), 0, work.arena.bytes());
+  if (work.scratch.bytes() > 0) gpu.fill(work.scratch.address(), 0, work.scratch.bytes());
+  gpu.fill(work.round.address(), 0, work.round.bytes());
+  const RoundParams params{position, {static_cast<int>(work.rows), 1}};
+  gpu.upload(work.round.address(), &params, sizeof params);
+  const auto logit_row = static_cast<int32_t>(work.rows - 1);
+  gpu.upload(work.round.address() + work.share.logit_rows_offset, &logit_row, sizeof logit_row);
+  const std::vector<int32_t> tokens = token_ids(work.rows, plan_.vocab_size);
+  gpu.upload(work.round.address() + work.share.token_ids_offset, tokens.data(),
+             sizeof(int32_t) * tokens.size());
+}
+
 int64_t Profiler::device_ns(int unit, const std::vector<int>& nodes, const DeviceShare& share,
                             int64_t rows, int64_t position) {
   Device& gpu = device();
-  const UnitEntry& entry = plan_.units[unit];
+  const Inputs inputs = inputs_of(nodes, rows);
   DeviceWork work{.nodes = nodes, .share = share, .rows = rows, .unit = unit,
-                  .unit_bytes = round_up(entry.bytes, 256), .cache_bytes = 0, .stride = 0,
+                  .unit_bytes = round_up(plan_.units[unit].bytes, 256), .cache_bytes = 0,
+                  .stride = 0, .num_copies = 1, .inputs = inputs,
                   .copies = {}, .shared = gpu.allocate(share.weights_bytes, "shared tables"),
+                  .read = gpu.allocate(inputs.memory.bytes(), "activations"),
                   .arena = gpu.allocate(plan_.arena_bytes, "activations"),
                   .round = gpu.allocate(share.round_bytes, "the numbers of a round"),
                   .logits = gpu.allocate(share.logits_bytes, "logits"),
@@ -218,34 +342,26 @@ int64_t Profiler::device_ns(int unit, const std::vector<int>& nodes, const Devic
   work.stride = std::max<uint64_t>(256, work.unit_bytes + 2 * work.cache_bytes);
   const uint64_t left = gpu.memory().left / 2;
   const uint64_t wanted = std::min(kMostCopies, kBeyondCaches / work.stride + 1);
-  const uint64_t copies = std::max<uint64_t>(1, std::min(wanted, left / work.stride));
-  work.copies = gpu.allocate(work.stride * copies, "copies of a unit");
-  for (int other = 0; other < plan_.num_units; ++other) {
-    if (other == unit || !share.unit_on_device[other]) continue;
-    gpu.upload(work.shared.address() + share.unit_offsets[other],
-               weights_ + plan_.units[other].offset, plan_.units[other].bytes);
-  }
-  for (uint64_t copy = 0; copy < copies; ++copy) {
-    const DeviceAddress base = work.copies.address() + work.stride * copy;
-    gpu.upload(base, weights_ + entry.offset, entry.bytes);
-    if (work.cache_bytes > 0) gpu.fill(base + work.unit_bytes, kCacheByte, 2 * work.cache_bytes);
-  }
-  if (work.arena.bytes() > 0) gpu.fill(work.arena.address(), 0, work.arena.bytes());
-  if (work.scratch.bytes() > 0) gpu.fill(work.scratch.address(), 0, work.scratch.bytes());
-  gpu.fill(work.round.address(), 0, work.round.bytes());
-  const RoundParams params{position, {static_cast<int>(rows), 1}};
-  gpu.upload(work.round.address(), &params, sizeof params);
+  work.num_copies = std::max<uint64_t>(1, std::min(wanted, left / work.stride));
+  work.copies = gpu.allocate(work.stride * work.num_copies, "copies of a unit");
+  upload(work, position);
 
   CommandList list;
   list.stamp(Branch::kCompute, 0);
-  for (uint64_t copy = 0; copy < copies; ++copy) record_copy(list, work, static_cast<int>(copy));
+  for (uint64_t copy = 0; copy < work.num_copies; ++copy) {
+    record_copy(list, work, static_cast<int>(copy));
+  }
   list.stamp(Branch::kCompute, 1);
   const auto executable = gpu.build(list, BuildMode::kGraph);
-  return median_ns([&] {
+  const auto run = [&] {
     executable->run();
     executable->wait();
-    return (executable->stamp(1) - executable->stamp(0)) / static_cast<int64_t>(copies);
-  });
+    return (executable->stamp(1) - executable->stamp(0)) / static_cast<int64_t>(work.num_copies);
+  };
+  // A GPU that was idle takes milliseconds until its clocks are up, and they fall again where long
+  // work takes more power than it may.
+  for (const int64_t begin = platform::now_ns(); platform::now_ns() - begin < kWarmUpNs;) run();
+  return median_ns(run);
 }
 
 LinkProfile Profiler::link() {

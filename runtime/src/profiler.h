@@ -3,7 +3,8 @@
 //
 // Weights and caches are cold, as they are in a round of a model that is larger than any cache: on
 // the host their lines are flushed before each run, on the device copies of them take turns.
-// Activations lie where a round would have left them.
+// Activations are in the caches, as a round would have left them. What a unit reads of others is
+// made up (profiler_inputs.h), and Q8 values are made of that by the kernels of a round.
 // Source: ATSInfer 4.3.1.
 #pragma once
 
@@ -41,16 +42,23 @@ class Profiler {
   LinkProfile link();
 
  private:
+  struct Inputs;
   struct HostWork;
   struct DeviceWork;
 
   Device& device() const;
   int64_t time_segment(const HostWork& work);
-  std::unique_ptr<HostWork> host_work(const std::vector<int>& nodes, int64_t rows,
-                                      int64_t position);
+  std::vector<int> nodes_of(int unit) const;
+  int maker_of(uint64_t value) const;
+  int64_t rows_of(uint64_t value, int64_t tokens) const;
+  Inputs inputs_of(const std::vector<int>& nodes, int64_t tokens);
+  void fill_input(uint64_t value, int64_t tokens, std::byte* place);
+  std::unique_ptr<HostWork> host_work(const std::vector<int>& nodes, int64_t rows, int64_t position,
+                                      bool shares_outputs = false);
   int64_t host_ns(int unit, int64_t rows, int64_t position);
   int64_t device_ns(int unit, const std::vector<int>& nodes, const DeviceShare& share,
                     int64_t rows, int64_t position);
+  void upload(const DeviceWork& work, int64_t position);
   void record_copy(CommandList& list, const DeviceWork& work, int copy) const;
   double copy_rate(bool to_device, uint64_t bytes);
   void measure_hand_offs(LinkProfile& profile);

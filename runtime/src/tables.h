@@ -21,11 +21,15 @@ struct Operand {
 
 enum class RowsOf : uint8_t { kTokens, kLogitRows };
 
+enum class ValueType : uint8_t { kF32, kQ8 };
+
 // A value's place in the activation arena, for the largest chunk.
 struct ValueEntry {
   uint64_t offset;
   uint64_t bytes;
   uint64_t private_offset;  // in each thread's private arena (rounds of few rows); kNotPrivate: none
+  ValueType type = ValueType::kF32;
+  int64_t width = 0;        // of a row
 };
 inline constexpr uint64_t kNotPrivate = ~0ull;
 

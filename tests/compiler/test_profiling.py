@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
+from atsc.compiler import profiling
 from atsc.compiler.profiling import MeasuredTimer
 from atsc.passes.placement import Link, Side
+from atsc.targets.target import Target
 
 LINK = {
     "to_device_bytes_per_s": 5e9,
@@ -56,3 +62,24 @@ def test_equal_units_are_timed_once_and_a_second_timer_opens_no_plan() -> None:
     assert not opened
     assert second.unit_ns(2, Side.HOST, 1, 64) == 400
     assert cast(Any, opened) == [plan]
+
+
+def test_times_are_kept_for_one_way_of_timing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was measured with other inputs, or from other code, is not taken for the same."""
+    cpu = SimpleNamespace(identity=lambda: "kernels")
+    compilation: Any = SimpleNamespace(
+        target=Target("here", "avx2"),
+        code=SimpleNamespace(cpu=cpu, device=None),
+        options=SimpleNamespace(threads=2),
+    )
+    first = profiling._identity(compilation)
+    assert profiling._identity(compilation) == first
+    for path in profiling.RUNTIME_SOURCES.glob("profiler*"):
+        (tmp_path / path.name).write_text(path.read_text())
+    monkeypatch.setattr(profiling, "RUNTIME_SOURCES", tmp_path)
+    assert profiling._identity(compilation) == first, "folders do not matter"
+    inputs = tmp_path / "profiler_inputs.cc"
+    inputs.write_text(inputs.read_text().replace("kLargeFactor = 8", "kLargeFactor = 9"))
+    assert profiling._identity(compilation) != first
