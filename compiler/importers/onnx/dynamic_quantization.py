@@ -16,6 +16,18 @@ DYNAMIC_MATMUL = "DynamicMatMul"
 """Inputs x, codes [K, N], scales, zero_points?: x is quantised while the layer runs."""
 
 
+QUANTISED_ATTENTION = (
+    "quantize_dynamic makes it of Attention, and onnxruntime itself takes no such file: "
+    'quantise with op_types_to_quantize=["MatMul", "Gather"]'
+)
+"""Why a QAttention is refused: its inputs are those of another operator than the name says."""
+
+
+def quantised_attentions(graph: onnx_ir.Graph) -> list[onnx_ir.Node]:
+    """The nodes that nothing can be made of; all that reads them would be refused too."""
+    return [node for node in graph if node.op_type == "QAttention"]
+
+
 def rewrite_dynamic_quantization(graph: onnx_ir.Graph) -> None:
     """Rewrite a graph in place; nodes that nothing reads any more are left to the caller."""
     for node in list(graph):

@@ -26,7 +26,11 @@ from atsc.compiler.importers.onnx import (
     shape_rules,
 )
 from atsc.compiler.importers.onnx.canonical.canonicalize import canonicalize
-from atsc.compiler.importers.onnx.dynamic_quantization import rewrite_dynamic_quantization
+from atsc.compiler.importers.onnx.dynamic_quantization import (
+    QUANTISED_ATTENTION,
+    quantised_attentions,
+    rewrite_dynamic_quantization,
+)
 from atsc.compiler.importers.onnx.lowering import Lowering, Rule, lower_node, refuse_node
 from atsc.compiler.importers.onnx.model_file import ModelFile, is_readable, open_model, read_json
 from atsc.compiler.importers.onnx.operands import INTEGERS, Constant, Ints, Rows, Symbol, Unknown
@@ -78,6 +82,10 @@ def import_onnx(
     lowering = Lowering(file, accuracy_level, context)
     lowering.lower_body = lambda body: _lower_body(lowering, body, {})
     graph = file.model.graph
+    for node in quantised_attentions(graph):
+        subject = f"{node.op_type} ({node.domain})"
+        lowering.report(node.name or node.op_type, subject, QUANTISED_ATTENTION)
+    lowering.raise_problems()
     rewrite_dynamic_quantization(graph)
     _sort(file)
     refused = canonicalize(graph, _input_kinds(lowering, graph), _context_length(lowering))

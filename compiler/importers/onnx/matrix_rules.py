@@ -21,12 +21,14 @@ from atsc.compiler.importers.onnx.operands import (
     reshape,
     transpose,
 )
+from atsc.compiler.importers.onnx.quantized import dequantized, quantized_operands
 from atsc.compiler.importers.onnx.weights import (
     all_equal,
     block_weight,
     byte_codes,
     float_part,
     nibble_codes,
+    padded_rows,
     unpacked_nibbles,
     unpacked_pairs,
     widened_pairs,
@@ -215,16 +217,25 @@ def _gather_blocks(lowering: Lowering, node: OnnxNode) -> None:
     scales = node.constant(2)
     points = None if node.input(3) is None else node.constant(3, floats=False)
     bits, block_size = node.attrs["bits"], node.attrs["block_size"]
+    along_rows = node.attrs["quantize_axis"] in (1, -1)
     if len(data.shape) != 2:
         raise ModelError(f"{data.root} has shape {list(data.shape)}, expected a matrix")
-    rows, width = data.shape
     if data.elements is onnx_ir.DataType.UINT8:
-        shape = rows, width * 8 // bits
-        if shape[1] % block_size:
-            raise ModelError(f"{shape[1]} columns are no multiple of block_size {block_size}")
+        if not along_rows:
+            raise ModelError("attribute quantize_axis is 0, supported for data of bytes: 1 or -1")
+        rows, shape = data.shape[0], (data.shape[0], data.shape[1] * 8 // bits)
+        row_bytes = -(-shape[1] // block_size) * block_size * bits // 8
+        if row_bytes != data.shape[1]:
+            data = padded_rows(data, (rows, row_bytes), lowering.last_read)
         table = _uint8_weight(lowering, shape, bits, block_size, (data, scales, points))
     else:
-        table = _nibble_weight(lowering, data, scales, points, block_size)
+        if bits != 4:
+            raise ModelError(f"attribute bits is {bits}, elements of {data.elements.name} have 4")
+        quantized = quantized_operands(data, scales, points, int(along_rows), block_size)
+        if along_rows and data.shape[1] % block_size == 0:
+            table = _nibble_weight(lowering, data, scales, points, block_size)
+        else:
+            table = lowering.matrix(dequantized(quantized, lowering.last_read))
     _emit_embed(lowering, node, table, ids)
 
 
@@ -232,18 +243,9 @@ def _nibble_weight(
     lowering: Lowering, data: Constant, scales: Constant, points: Constant | None, block_size: int
 ) -> str:
     """A weight of int4 or uint4 elements, whose zero point is 0 where none is given."""
-    if data.elements not in (onnx_ir.DataType.INT4, onnx_ir.DataType.UINT4):
-        raise ModelError(f"{data.root} has elements of type {data.elements.name}")
     signed = data.elements is onnx_ir.DataType.INT4
     rows, width = data.shape
     blocks = width // block_size
-    if width % block_size:
-        raise ModelError(f"{width} columns are no multiple of block_size {block_size}")
-    if points is not None and (points.elements != data.elements or points.shape != (rows, blocks)):
-        raise ModelError(
-            f"zero points {points.root} are {points.elements.name} {list(points.shape)}, "
-            f"expected {data.elements.name} [{rows}, {blocks}]"
-        )
 
     def make(name: str) -> Weight:
         zero: ArraySource | None = None
@@ -302,10 +304,10 @@ RULES = (
         _gather_blocks,
         ("data", "ids", "scales", "zero_points?"),
         {
-            "bits": Attr(4, (4, 8)),
+            "bits": Attr(4, (2, 4, 8)),
             "block_size": Attr(128, BLOCK_SIZES),
             "gather_axis": Attr(0, (0, -2)),
-            "quantize_axis": Attr(1, (1, -1)),
+            "quantize_axis": Attr(1, (0, 1, -1, -2)),
         },
     ),
 )

@@ -80,8 +80,8 @@ class Quantized:
     @property
     def key(self) -> tuple[object, ...]:
         """Equal for the same floats."""
-        points = None if self.zero_points is None else self.zero_points.root
-        return (self.codes.identity, self.scales.root, points, self.axis, self.block_size)
+        points = None if self.zero_points is None else self.zero_points.identity
+        return (self.codes.identity, self.scales.identity, points, self.axis, self.block_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,32 +16,109 @@ import numpy as np
 import onnx_ir
 from numpy.typing import NDArray
 
-from atsc.compiler.importers.onnx.operands import NIBBLES, Constant, Quantized
+from atsc.compiler.errors import ModelError
+from atsc.compiler.importers.onnx.operands import NIBBLES, Constant, Quantized, transpose
 from atsc.compiler.importers.onnx.weights import LastRead, all_equal, block_weight
 from atsc.compiler.ir import ArraySource, DType, Weight
 from atsc.compiler.weights import to_f32
 
 _BLOCK_SIZES = (256, 128, 64, 32, 16)
 _SIGNED = (onnx_ir.DataType.INT4, onnx_ir.DataType.INT8)
+_CODES = (
+    onnx_ir.DataType.INT4,
+    onnx_ir.DataType.UINT4,
+    onnx_ir.DataType.INT8,
+    onnx_ir.DataType.UINT8,
+    onnx_ir.DataType.INT32,
+)
 _CHUNK_BYTES = 1 << 24
 _Bytes = NDArray[np.uint8]
+
+
+def quantized_operands(
+    codes: Constant, scales: Constant, points: Constant | None, axis: int, block_size: int
+) -> Quantized:
+    """The operands of a DequantizeLinear, checked; zero points and codes are of one type.
+
+    Raises:
+        ModelError: a type or a shape does not fit.
+    """
+    if codes.elements not in _CODES:
+        raise ModelError(f"{codes.root} has elements of type {codes.elements.name}")
+    shape, rank = list(codes.shape), len(codes.shape)
+    wanted: list[list[int]] = [shape]
+    axis += rank if axis < 0 else 0
+    if block_size < 0 or (block_size and not 0 <= axis < rank):
+        raise ModelError(f"attributes axis {axis} and block_size {block_size} do not fit {shape}")
+    if block_size:
+        wanted = [[*shape[:axis], -(-shape[axis] // block_size), *shape[axis + 1 :]]]
+    else:
+        wanted = [[], [1], *([[shape[axis]]] if 0 <= axis < rank else [])]
+    if list(scales.shape) not in wanted:
+        raise ModelError(
+            f"scales {scales.root} have shape {list(scales.shape)}, expected {wanted[-1]}"
+        )
+    one_for_all = not block_size and scales.size == 1
+    axis = 0 if one_for_all else axis
+    if points is not None and (
+        points.elements != codes.elements
+        or (points.shape != scales.shape and not (one_for_all and points.size == 1))
+    ):
+        raise ModelError(
+            f"zero points {points.root} are {points.elements.name} {list(points.shape)}, "
+            f"expected {codes.elements.name} {list(scales.shape)}"
+        )
+    return Quantized(codes, scales, points, axis, block_size)
 
 
 def dequantized(quantized: Quantized, last_read: LastRead) -> Constant:
     """The floats of a DequantizeLinear as a constant, computed when they are read."""
     codes = quantized.codes
+    if codes.transposed:
+        return transpose(dequantized(_turned(quantized), last_read))
+    axis, block_size = quantized.axis, quantized.block_size
 
     def make() -> NDArray[np.float32]:
-        scales = _spread(quantized, _float_values(quantized.scales), codes.shape)
         values = _integers(codes).astype(np.float32)
         if quantized.zero_points is not None:
             points = _integers(quantized.zero_points).astype(np.float32)
-            values -= _spread(quantized, points, codes.shape)
-        values *= scales
+            values -= spread(points, codes.shape, axis, block_size)
+        values *= spread(_float_values(quantized.scales), codes.shape, axis, block_size)
         return values
 
     source = last_read.source(DType.F32, codes.shape, make)
     return Constant(codes.root, codes.shape, onnx_ir.DataType.FLOAT, source, quantized=quantized)
+
+
+def _turned(quantized: Quantized) -> Quantized:
+    """The operands whose floats are the transposed ones: a matrix is stored once either way."""
+
+    def turn(constant: Constant) -> Constant:
+        return transpose(constant) if quantized.block_size else constant
+
+    points = quantized.zero_points
+    return Quantized(
+        transpose(quantized.codes),
+        turn(quantized.scales),
+        None if points is None else turn(points),
+        quantized.axis if _is_scalar(quantized) else 1 - quantized.axis,
+        quantized.block_size,
+    )
+
+
+def spread(
+    values: NDArray[Any], shape: tuple[int, ...], axis: int, block_size: int
+) -> NDArray[Any]:
+    """Scales or zero points so that they broadcast against codes of `shape`.
+
+    They are one number, or one for each index of `axis`, or for each `block_size` of these.
+    """
+    if not block_size:
+        return values.reshape(
+            () if values.size == 1 else [-1 if i == axis else 1 for i in range(len(shape))]
+        )
+    repeated = np.repeat(values, block_size, axis=axis)
+    return repeated[(slice(None),) * axis + (slice(shape[axis]),)]
 
 
 def has_blocks(constant: Constant) -> bool:
@@ -110,17 +187,6 @@ def _block_size(constant: Constant) -> int | None:
 
 def _is_scalar(quantized: Quantized) -> bool:
     return not quantized.block_size and quantized.scales.size == 1
-
-
-def _spread(quantized: Quantized, values: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
-    """Scales or zero points so that they broadcast against the codes."""
-    if _is_scalar(quantized):
-        return values.reshape(())
-    axis = quantized.axis
-    if quantized.block_size:
-        repeated = np.repeat(values, quantized.block_size, axis=axis)
-        return repeated[(slice(None),) * axis + (slice(shape[axis]),)]
-    return values.reshape([-1 if i == axis else 1 for i in range(len(shape))])
 
 
 def _per_block(

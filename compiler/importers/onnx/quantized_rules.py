@@ -15,17 +15,10 @@ from atsc.compiler.importers.onnx.canonical.editor import OWN_DOMAIN
 from atsc.compiler.importers.onnx.dynamic_quantization import DYNAMIC_MATMUL
 from atsc.compiler.importers.onnx.lowering import Attr, Lowering, OnnxNode, Rule
 from atsc.compiler.importers.onnx.matrix_rules import emit_linear
-from atsc.compiler.importers.onnx.operands import Constant, Ints, Quantized, transpose
-from atsc.compiler.importers.onnx.quantized import dequantized
+from atsc.compiler.importers.onnx.operands import Constant, Ints, transpose
+from atsc.compiler.importers.onnx.quantized import dequantized, quantized_operands
 from atsc.compiler.ir import ArraySource
 
-_CODES = (
-    onnx_ir.DataType.INT4,
-    onnx_ir.DataType.UINT4,
-    onnx_ir.DataType.INT8,
-    onnx_ir.DataType.UINT8,
-    onnx_ir.DataType.INT32,
-)
 _DYNAMIC_LEVEL = 4
 
 
@@ -38,44 +31,9 @@ def _integers(node: OnnxNode, index: int) -> Constant:
     return node.constant(index, floats=False)
 
 
-def _quantized(
-    codes: Constant, scales: Constant, points: Constant | None, axis: int, block_size: int
-) -> Quantized:
-    """The operands of a DequantizeLinear, checked.
-
-    Raises:
-        ModelError: a type or a shape does not fit.
-    """
-    if codes.elements not in _CODES:
-        raise ModelError(f"{codes.root} has elements of type {codes.elements.name}")
-    shape, rank = list(codes.shape), len(codes.shape)
-    wanted: list[list[int]] = [shape]
-    axis += rank if axis < 0 else 0
-    if block_size < 0 or (block_size and not 0 <= axis < rank):
-        raise ModelError(f"attributes axis {axis} and block_size {block_size} do not fit {shape}")
-    if block_size:
-        wanted = [[*shape[:axis], -(-shape[axis] // block_size), *shape[axis + 1 :]]]
-    else:
-        wanted = [[], [1], *([[shape[axis]]] if 0 <= axis < rank else [])]
-    if list(scales.shape) not in wanted:
-        raise ModelError(
-            f"scales {scales.root} have shape {list(scales.shape)}, expected {wanted[-1]}"
-        )
-    one_for_all = not block_size and scales.size == 1
-    if points is not None and (
-        points.elements != codes.elements
-        or (points.shape != scales.shape and not (one_for_all and points.size == 1))
-    ):
-        raise ModelError(
-            f"zero points {points.root} are {points.elements.name} {list(points.shape)}, "
-            f"expected {codes.elements.name} {list(scales.shape)}"
-        )
-    return Quantized(codes, scales, points, axis, block_size)
-
-
 def _dequantize(lowering: Lowering, node: OnnxNode) -> None:
     points = None if node.input(2) is None else _integers(node, 2)
-    quantized = _quantized(
+    quantized = quantized_operands(
         _integers(node, 0), node.constant(1), points, node.attrs["axis"], node.attrs["block_size"]
     )
     lowering.bind(node.output(), dequantized(quantized, lowering.last_read))
@@ -86,7 +44,7 @@ def _dynamic_matmul(lowering: Lowering, node: OnnxNode) -> None:
     if len(codes.shape) != 2:
         raise ModelError(f"{codes.root} has shape {list(codes.shape)}, expected a matrix")
     points = None if node.input(3) is None else node.constant(3, floats=False)
-    quantized = _quantized(codes, scales, points, 1, 0)
+    quantized = quantized_operands(codes, scales, points, 1, 0)
     weight = lowering.matrix(transpose(dequantized(quantized, lowering.last_read)))
     level = lowering.accuracy_level
     emit_linear(

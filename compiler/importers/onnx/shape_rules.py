@@ -117,7 +117,7 @@ def _identity(lowering: Lowering, node: OnnxNode) -> None:
 
 
 def _transpose(lowering: Lowering, node: OnnxNode) -> None:
-    constant = node.constant(0)
+    constant = node.constant(0, floats=False)
     perm = node.attrs["perm"]
     if len(constant.shape) != 2 or perm not in (None, (0, 1), (1, 0)):
         raise ModelError(f"a transpose of {constant.root} by {perm}, supported: a matrix")

@@ -112,6 +112,19 @@ def widened_pairs(source: ArraySource, add: int, last_read: LastRead) -> ArraySo
     return last_read.source(DType.U8, shape, make)
 
 
+def padded_rows(constant: Constant, shape: tuple[int, int], last_read: LastRead) -> Constant:
+    """Rows of bytes made longer, so that they end with a whole block; the rest is not read."""
+    source = constant.source
+
+    def make() -> NDArray[np.generic]:
+        rows = np.zeros(shape, np.uint8)
+        rows[:, : constant.shape[1]] = source.read()
+        return rows
+
+    padded = last_read.source(DType.U8, shape, make)
+    return Constant(constant.root, shape, constant.elements, padded)
+
+
 def all_equal(value: int, shape: tuple[int, ...]) -> ArraySource:
     """A constant uint8 array that takes no memory."""
     return ArraySource(DType.U8, shape, lambda: np.broadcast_to(np.uint8(value), shape))

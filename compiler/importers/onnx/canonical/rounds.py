@@ -20,6 +20,8 @@ import onnx_ir
 from numpy.typing import NDArray
 from onnx.reference import ReferenceEvaluator
 
+from atsc.compiler.importers.onnx.canonical.quantized_tables import EVALUATED
+
 Array = NDArray[Any]
 Value = onnx_ir.Value
 Node = onnx_ir.Node
@@ -31,10 +33,12 @@ MOVEMENTS = (
     *("Identity", "Cast", "Dropout"),
 )
 """Operators of the default domain that only move elements, or change their float type."""
-_TABLES = {"Gather", "GatherBlockQuantized"}
+_TABLES = {"Gather": "axis", "GatherBlockQuantized": "gather_axis"}
+"""Operators that may read a weight by token id, and the attribute that says along which axis."""
 SCATTERS = {"ScatterND": 2, "ScatterElements": 2, "TensorScatter": 1}
 """Operators of the default domain that write into their first input, and the slot of what."""
-_SAME_SHAPE = {"Identity", "Cast", "Dropout", *SCATTERS}
+_SAME_SHAPE = {"Identity", "Cast", "Dropout", "DequantizeLinear", *SCATTERS}
+_PRODUCTS = {"MatMul", "DynamicMatMul", "DynamicQuantizeMatMul"}
 _MOST_ELEMENTS = 4096
 """Larger constants, as stored or as nodes make them, are weights, which shapes do not hang on."""
 
@@ -82,7 +86,8 @@ class Rounds:
             else:
                 read = {self._source(v) for v in node.inputs if v is not None}
                 found = "data" if "data" in read else "round" if "round" in read else "constant"
-                if node.domain == "com.microsoft" and found == "round":
+                unknown = node.domain == "com.microsoft" and _key_of(node) not in EVALUATED
+                if unknown and found == "round":
                     found = "data"
             for output in node.outputs:
                 self._depends[output] = found
@@ -175,6 +180,8 @@ class Rounds:
         names = [f"i{k}" if array is not None else "" for k, array in enumerate(inputs)]
         key = self._key(node, names)
         try:
+            if (own := EVALUATED.get(_key_of(node))) is not None:
+                return [own(node, inputs)]
             if key not in self._operators:
                 self._operators[key] = ReferenceEvaluator(self._model_of(node, names))
             feeds = {
@@ -256,7 +263,7 @@ class Rounds:
         if not self.is_data(output) and self.depends(output) == "round":
             return [self.value(output, at).shape for output in node.outputs]
         shapes = [() if v is None else self._shape_of(v, at) for v in node.inputs]
-        if node.op_type == "MatMul":
+        if node.op_type in _PRODUCTS:
             return [_product_shape(shapes[0], shapes[1])]
         if node.op_type == "Gemm":
             (a, b), swap = shapes[:2], _int(node, "transB", 0)
@@ -268,8 +275,7 @@ class Rounds:
         if node.op_type == "AddPositions":
             return [shapes[0]]
         if node.op_type in _TABLES and not self.is_data(node.inputs[0]):
-            axis = _int(node, "axis", 0) or 0
-            return [(*shapes[0][:axis], *shapes[1], *shapes[0][axis + 1 :])]
+            return [_gathered_shape(node, shapes[0], shapes[1])]
         if node.op_type in _SAME_SHAPE:
             return [shapes[0]] * len(node.outputs)
         if node.op_type in MOVEMENTS or node.op_type.startswith("Reduce"):
@@ -301,6 +307,20 @@ def _attention_shapes(
     size = shapes[0][-1] // shares
     cache = (1, kv_heads, at.total, size)
     return [(*shapes[0][:-1], heads * size), cache, cache]
+
+
+def _key_of(node: Node) -> tuple[str, str]:
+    return (node.domain, node.op_type)
+
+
+def _gathered_shape(node: Node, table: tuple[int, ...], places: tuple[int, ...]) -> tuple[int, ...]:
+    """What a Gather makes of a table; codes in bytes are packed along the last axis."""
+    axis = _int(node, _TABLES[node.op_type], 0) or 0
+    axis += len(table) if axis < 0 else 0
+    elements = None if node.inputs[0] is None else node.inputs[0].dtype
+    if node.op_type == "GatherBlockQuantized" and elements is onnx_ir.DataType.UINT8:
+        table = (*table[:-1], table[-1] * 8 // (_int(node, "bits", 4) or 4))
+    return (*table[:axis], *places, *table[axis + 1 :])
 
 
 def _product_shape(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:

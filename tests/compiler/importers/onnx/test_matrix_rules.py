@@ -140,42 +140,111 @@ def test_accuracy_level_can_be_overridden(override: int | None, level: int) -> N
     assert node.attrs == {"accuracy_level": level}
 
 
+TABLES = {
+    "u8x2": (2, None),
+    "u8x4": (4, None),
+    "u8x8": (8, None),
+    "uint4": (4, TensorProto.UINT4),
+    "int4": (4, TensorProto.INT4),
+}
+"""Bits of a code, and the element type where it is not bytes."""
+
+
+def packed_codes(
+    decoder: MiniDecoder, rng: np.random.Generator, name: str, kind: str, shape: tuple[int, int]
+) -> str:
+    """Random codes: bytes have whole rows, 4-bit elements are packed across rows."""
+    bits, element = TABLES[kind]
+    if element is None:
+        codes = rng.integers(0, 256, (shape[0], -(-shape[1] * bits // 8)), np.uint8)
+        return decoder.constant(name, codes)
+    codes = rng.integers(0, 256, -(-shape[0] * shape[1] // 2), np.uint8)
+    return decoder.constant(name, codes, element, shape)
+
+
+def block_table(
+    kind: str,
+    block_size: int,
+    shape: tuple[int, int],
+    quantize_axis: int,
+    zero_points: bool,
+    seed: int = 0,
+) -> MiniDecoder:
+    """A decoder that gathers rows of a table in blocks, and no more."""
+    rng = np.random.default_rng(seed)
+    decoder = MiniDecoder(np.zeros((shape[0], 1), np.float32), opset=21)
+    decoder.nodes.clear()
+    parts = list(shape)
+    parts[quantize_axis] = -(-parts[quantize_axis] // block_size)
+    names = [packed_codes(decoder, rng, "codes", kind, shape), "input_ids"]
+    names.append(decoder.constant("scales", signed_scales(rng, *parts)))
+    if zero_points:
+        names.append(packed_codes(decoder, rng, "points", kind, (parts[0], parts[1])))
+    decoder.node(
+        "GatherBlockQuantized", names, ["logits"], MICROSOFT,
+        bits=TABLES[kind][0], block_size=block_size, gather_axis=0, quantize_axis=quantize_axis,
+    )  # fmt: skip
+    return decoder
+
+
 @FEW
 @given(
-    kind=st.sampled_from(["u8x4", "u8x8", "uint4", "int4"]),
+    kind=st.sampled_from(list(TABLES)),
     block_size=st.sampled_from(BLOCK_SIZES),
-    blocks=st.integers(1, 3),
-    rows=st.integers(1, 5),
+    fours=st.integers(4, 80),
+    rows=st.integers(1, 40),
+    by_columns=st.booleans(),
     zero_points=st.booleans(),
     seed=st.integers(0, 99),
 )
-@example("int4", 32, 3, 5, True, 0)  # 4-bit zero points packed across rows
-@example("uint4", 16, 1, 3, False, 0)  # the default zero point is 0
-@example("u8x4", 16, 1, 3, False, 0)  # the default zero point is 8
-@example("u8x8", 16, 1, 3, False, 0)  # the default zero point is 128
+@example("int4", 32, 24, 5, False, True, 0)  # 4-bit zero points packed across rows
+@example("uint4", 16, 4, 3, False, False, 0)  # the default zero point is 0
+@example("u8x2", 16, 4, 3, False, False, 0)  # the default zero point is 2
+@example("u8x4", 16, 4, 3, False, False, 0)  # the default zero point is 8
+@example("u8x8", 16, 4, 3, False, False, 0)  # the default zero point is 128
+@example("u8x4", 64, 20, 3, False, True, 0)  # the last block is not whole
+@example("int4", 16, 11, 40, True, True, 0)  # blocks along the axis that is gathered
 def test_gather_block_quantized(
-    kind: str, block_size: int, blocks: int, rows: int, zero_points: bool, seed: int
+    kind: str,
+    block_size: int,
+    fours: int,
+    rows: int,
+    by_columns: bool,
+    zero_points: bool,
+    seed: int,
 ) -> None:
-    rng = np.random.default_rng(seed)
-    decoder = MiniDecoder(np.zeros((rows, 1), np.float32))
-    bits, width = (8 if kind == "u8x8" else 4), blocks * block_size
-    codes = rng.integers(0, 256, (rows, width * bits // 8), np.uint8)
-    element = {"uint4": TensorProto.UINT4, "int4": TensorProto.INT4}.get(kind)
-    decoder.constant("codes", codes, element, (rows, width) if element else None)
-    decoder.constant("scales", signed_scales(rng, rows, blocks))
-    names = ["codes", "input_ids", "scales"]
-    if zero_points and element is None:
-        points = rng.integers(0, 256, (rows, -(-blocks * bits // 8)), np.uint8)
-        names.append(decoder.constant("points", points))
-    elif zero_points:
-        packed = rng.integers(0, 256, -(-rows * blocks // 2), np.uint8)
-        names.append(decoder.constant("points", packed, element, (rows, blocks)))
-    decoder.nodes.clear()
-    decoder.node(
-        "GatherBlockQuantized", names, ["logits"], MICROSOFT,
-        bits=bits, block_size=block_size, gather_axis=0, quantize_axis=1,
-    )  # fmt: skip
+    axis = 0 if by_columns and TABLES[kind][1] else 1  # bytes have blocks along rows alone
+    decoder = block_table(kind, block_size, (rows, 4 * fours), axis, zero_points, seed)
     decoder.assert_agrees(tolerance=1e-7)
+
+
+def test_blocks_across_rows_are_multiplied_out() -> None:
+    """No block format has a scale for each column of several rows."""
+    decoder = block_table("int4", 16, (40, 32), 0, True)
+    assert decoder.imported().weights["codes"].format == FloatFormat(DType.F32)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"gather_axis": 1}, "attribute gather_axis is 1, supported: 0 or -2"),
+        ({"bits": 8}, "attribute bits is 8, elements of INT4 have 4"),
+        ({"block_size": 24}, "attribute block_size is 24, supported: 16 or 32 or"),
+        ({"block_size": 64}, r"scales scales have shape \[5, 2\], expected \[5, 1\]"),
+    ],
+)
+def test_tables_that_are_refused(change: dict[str, int], reason: str) -> None:
+    decoder = block_table("int4", 32, (5, 64), 1, False)
+    for attr in decoder.nodes[-1].attribute:
+        attr.i = change.get(attr.name, attr.i)
+    with pytest.raises(ModelError, match=reason):
+        decoder.imported()
+
+
+def test_bytes_in_blocks_across_rows_are_refused() -> None:
+    decoder = block_table("u8x4", 16, (32, 32), 0, False)
+    with pytest.raises(ModelError, match="quantize_axis is 0, supported for data of bytes: 1"):
+        decoder.imported()
 
 
 @pytest.mark.parametrize("axes", [(0, -1), (-2, 1), (-2, -1)])

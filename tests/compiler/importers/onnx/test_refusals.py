@@ -80,14 +80,10 @@ CASES: dict[str, tuple[str, list[str], dict[str, object], str]] = {
     ),
     "unknown operator": ("QMoE", ["x"], {"k": 2}, "operator QMoE is not supported"),
     "product of values": ("MatMul", ["x", "x"], {}, "input 1 is activations, expected a constant"),
-    "blocks along the gathered axis": (
-        "GatherBlockQuantized", ["codes", "input_ids", "scales"], {"quantize_axis": 0},
-        "attribute quantize_axis is 0, supported: 1 or -1",
-    ),
     "columns gathered": (
         "GatherBlockQuantized", ["codes", "input_ids", "scales"],
-        {"gather_axis": 1, "quantize_axis": 0},
-        "attribute gather_axis is 1, supported: 0 or -2; attribute quantize_axis is 0",
+        {"gather_axis": 1, "quantize_axis": 2},
+        "attribute gather_axis is 1, supported: 0 or -2; attribute quantize_axis is 2",
     ),
     "cache that is written in place": (
         "ScatterND", ["x", "order", "row"], {}, "operator ScatterND is not supported"
