@@ -31,6 +31,13 @@ ELEMENT_BYTES: dict[ElementType, int] = {
 }  # fmt: skip
 
 
+LEVELS: dict[str, tuple[str, ...]] = {
+    "avx2": ("-march=x86-64-v3",),
+    "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
+}
+"""Levels of codegen/cpu.py that kernels of general graphs know, with their compiler flags."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorType:
     """Element type and shape; no size is an expression that the kernel's `symbols` do not give."""
@@ -59,3 +66,9 @@ class TailKernel:
     flags share a translation unit. Without any, the source is a unit of its own."""
     flags: tuple[str, ...] = ()
     """Compiler flags beyond those of every kernel."""
+    has_levels: bool = False
+    """Compiled once for each of LEVELS; the source then names its function ATSC_LEVEL(name)."""
+
+    def symbol(self, level: str) -> str:
+        """The function's name at a level."""
+        return f"{self.name}__{level}" if self.has_levels else self.name

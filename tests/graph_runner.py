@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 import onnx
 
+from atsc.codegen.graph.build import tile_units
 from atsc.codegen.graph.generated import generated
 from atsc.codegen.graph.kernels import Call, header_text
 from atsc.codegen.graph.lower import Program, lower
@@ -26,6 +27,7 @@ from atsc.codegen.toolchain import Unit, compile_units, link_library
 from atsc.compiler.errors import AtscError, CodegenError, UsageError
 from atsc.compiler.importers.onnx.general import general_of_proto
 
+LEVEL = "avx2"
 FLAGS = ("-mavx2", "-mfma", "-mf16c", "-fvisibility=default")
 _ALIGNMENT = 64
 
@@ -81,7 +83,7 @@ class GraphRunner:
         buffers = [arrays[buffer] for buffer in (*call.inputs, *call.outputs)]
         tensors = (ctypes.c_void_p * len(buffers))(*(array.ctypes.data for array in buffers))
         workspace = _aligned(np.zeros(kernel.workspace_bytes.evaluate(named), np.uint8))
-        function = self._library[kernel.name]
+        function = self._library[kernel.symbol(LEVEL)]
         function.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 2
         grid = kernel.grid.evaluate(named)
         edges = sorted({0, grid // 3, grid // 3 * 2, grid})
@@ -110,7 +112,8 @@ def _units(kernels: list[TailKernel]) -> list[Unit]:
         source = "".join(header_text(name) for name in headers) if own else ""
         source += "\n".join(kernel.source for kernel in group)
         units.append(Unit("graph" if own else group[0].name, source, (*FLAGS, *flags)))
-    return units
+    tiles = [unit for unit in tile_units(FLAGS) if unit.name.endswith(LEVEL)]
+    return [*units, *(tiles if any(kernel.has_levels for kernel in kernels) else [])]
 
 
 def _numpy_type(dtype: str) -> np.dtype:

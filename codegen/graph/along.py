@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from atsc.codegen.graph.elementwise import FLOATS, elementwise, onnx_type
-from atsc.codegen.graph.kernels import raw_call
+from atsc.codegen.graph.kernels import finished_call
 from atsc.codegen.graph.lower import Lowering, RefusedError, Rule
 from atsc.codegen.graph.moves import axis_of, reshaped
 from atsc.codegen.graph.reduce import binary, cumulative, largest_of, total_of, unary
@@ -56,7 +56,7 @@ def _top_k(g: Lowering, node: OnnxNode, x: list[Any]) -> tuple[Tensor, Tensor]:
         index[axis] = c_index(k, "place")
         code.line(f"if (place < {code.dim(k)}) out[{linear(code, shape, index)}] = own;")
     grid = product(lines) * size
-    g.calls.append(raw_call(g.node, code, target, grid, size))
+    g.calls.append(finished_call(g.node, code, target, grid, size))
     indices = stored(target)
 
     def at(code: Code, index: Index) -> str:

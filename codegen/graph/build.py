@@ -21,12 +21,13 @@ from atsc.codegen.graph.tables import graph_tables_source
 from atsc.codegen.graph.tensor import Buffer
 from atsc.codegen.layout import align
 from atsc.codegen.render import BANNER
-from atsc.codegen.tail import TailKernel
+from atsc.codegen.tail import LEVELS, TailKernel
 from atsc.codegen.toolchain import Compiler, Unit, compile_units, find_compiler, link_library
 from atsc.compiler.tensor_graph import TensorGraph
 
-KERNEL_FLAGS = ("-march=x86-64-v3", "-mtune=generic", "-fno-trapping-math")
+KERNEL_FLAGS = ("-mtune=generic", "-fno-trapping-math")
 """No kernel looks at the exceptions that traps are about, and choices become vectors without."""
+TILE_HEADERS = ("level.h", "tile_f32.h")
 _KERNELS_OF_UNIT = 6
 _CONSTANT_ALIGNMENT = 64
 
@@ -123,17 +124,34 @@ def _distinct(program: Program) -> list[TailKernel]:
 
 def _units(program: Program) -> list[Unit]:
     """Translation units: kernels of the same headers and flags, a few in each."""
-    groups: dict[tuple[tuple[str, ...], tuple[str, ...]], list[TailKernel]] = {}
+    groups: dict[tuple[tuple[str, ...], tuple[str, ...], bool], list[TailKernel]] = {}
     units = []
     for kernel in _distinct(program):
         if kernel.headers:
-            groups.setdefault((kernel.headers, kernel.flags), []).append(kernel)
+            key = (kernel.headers, kernel.flags, kernel.has_levels)
+            groups.setdefault(key, []).append(kernel)
         else:
-            units.append(Unit(kernel.name, kernel.source, (*KERNEL_FLAGS, *kernel.flags)))
-    for (headers, flags), kernels in groups.items():
+            flags = (*LEVELS["avx2"], *KERNEL_FLAGS, *kernel.flags)
+            units.append(Unit(kernel.name, kernel.source, flags))
+    for (headers, flags, has_levels), kernels in groups.items():
         head = "".join(map(header_text, headers))
         for begin in range(0, len(kernels), _KERNELS_OF_UNIT):
             part = kernels[begin : begin + _KERNELS_OF_UNIT]
             text = "\n".join([BANNER.format(name="graph"), head, *(k.source for k in part)])
-            units.append(Unit(f"graph_{part[0].name}", text, (*KERNEL_FLAGS, *flags)))
+            units += _at_levels(f"graph_{part[0].name}", text, flags, has_levels)
+    if any(has_levels for _, _, has_levels in groups):
+        units += tile_units()
     return units
+
+
+def tile_units(flags: tuple[str, ...] = ()) -> list[Unit]:
+    """The register tiles that products of matrices call; the same for all graphs."""
+    return _at_levels("graph_tile_f32", "".join(map(header_text, TILE_HEADERS)), flags, True)
+
+
+def _at_levels(name: str, text: str, flags: tuple[str, ...], has_levels: bool) -> list[Unit]:
+    return [
+        Unit(f"{name}__{level}" if has_levels else name, text, (*own, *KERNEL_FLAGS, *flags))
+        for level, own in LEVELS.items()
+        if has_levels or level == "avx2"
+    ]

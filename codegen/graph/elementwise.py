@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 
 from atsc.codegen.graph.lower import Lowering, RefusedError, Rule, aligned, element_type
+from atsc.codegen.graph.products import Product
 from atsc.codegen.graph.tensor import (
     CHEAP,
+    DEAR,
     Code,
     Index,
     Known,
@@ -43,14 +45,28 @@ def elementwise(
         cost: operations of it.
     """
     shape = g.broadcast(x.shape for x in inputs)
-    # What is read by many elements of the result is computed once, unless it is cheap.
-    operands = [x if x.shape == shape else g.cheap(x) for x in inputs]
+    products = [x.product for x in inputs if x.product is not None and x.shape == shape]
+    product = products[0] if products else None
+    operands = [_operand(g, x, shape, product) for x in inputs]
 
     def at(code: Code, index: Index) -> str:
         values = [x.at(code, aligned(x, index)) for x in operands]
         return code.let(c_type(dtype), code.rounded(dtype, expression(*values)))
 
-    return Tensor(dtype, shape, at, cost=cost + sum(x.cost for x in operands))
+    total = cost + sum(x.cost for x in operands)
+    return Tensor(dtype, shape, at, cost=total, product=product)
+
+
+def _operand(g: Lowering, x: Tensor, shape: tuple[Dim, ...], product: Product | None) -> Tensor:
+    """An operand; computed once where more than one element of the result reads it, unless cheap.
+
+    One product of matrices is finished by what reads it, others are stored.
+    """
+    if x.product is not None:
+        return x if x.shape == shape and x.product is product else g.store(x)
+    if x.shape != shape:
+        return g.cheap(x)
+    return g.store(x) if product is not None and x.cost >= DEAR else x
 
 
 def _f(name: str) -> Expression:

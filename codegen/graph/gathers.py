@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from atsc.codegen.graph.kernels import raw_call
+from atsc.codegen.graph.kernels import finished_call
 from atsc.codegen.graph.lower import Lowering, RefusedError, Rule
 from atsc.codegen.graph.moves import axis_of, reshaped
 from atsc.codegen.graph.tensor import (
@@ -159,7 +159,7 @@ def _scatter(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
         code.line(f"out[{where}] = {code.as_stored(data.dtype, text)};")
     code.lines.insert(0, "  if (lo >= hi) return 0;")
     total = data.size + updates.size
-    g.calls.append(raw_call(g.node, code, target, Dim.of(1), total))
+    g.calls.append(finished_call(g.node, code, target, Dim.of(1), total))
     return stored(target)
 
 

@@ -13,7 +13,7 @@ from atsc.compiler.dims import Dim, product
 
 _GEMM_ROWS, _GEMM_COLUMNS = 96, 64  # kTileRows, kTileColumns of templates/graph/gemm.h
 _GEMM_WORKSPACE_ELEMENTS = 96 * 256 + 256 * 64 + 96 * 64
-_OWN_FILE = ("#pragma once", '#include "scalar.h"')
+_OWN_FILE = ("#pragma once", '#include "scalar.h"', '#include "level.h"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def map_call(node: str, tensor: Tensor, target: Buffer) -> Call:
                 at = [c_index(size, x) for size, x in zip(tensor.shape, index, strict=True)]
                 code.line(f"{out} = {code.as_stored(tensor.dtype, tensor.at(code, at))};")
             code.line("p += n;")
-    return _call(node, code, target, tensor.size, Dim.of(1 + tensor.cost))
+    return finished_call(node, code, target, tensor.size, Dim.of(1 + tensor.cost))
 
 
 def product_call(
@@ -99,7 +99,7 @@ def product_call(
             code.line(f"out[{place}] = {code.as_stored(target.dtype, value)};")
         code.lines[-1] += ");"
     element = 8 if kind in ("double", "int64_t", "uint64_t") else 4
-    return _call(
+    return finished_call(
         node,
         code,
         target,
@@ -110,20 +110,43 @@ def product_call(
     )
 
 
-def raw_call(
-    node: str, code: Code, target: Buffer, grid: Dim, item_cost: Dim, workspace: Dim | int = 0
-) -> Call:
-    """A kernel whose statements are written already; it writes to `out`."""
-    return _call(node, code, target, grid, item_cost, workspace)
-
-
 def header_text(name: str) -> str:
     """A header of templates/graph, without what only matters to a file of its own."""
     lines = (TEMPLATES / "graph" / name).read_text("utf-8").splitlines()
     return "\n".join(line for line in lines if line not in _OWN_FILE) + "\n"
 
 
-def _call(
+def rows_call(
+    node: str,
+    x: Tensor,
+    axes: int,
+    target: Buffer,
+    finish: Callable[[Code, str, Index], None],
+) -> Call:
+    """Store x row by row, each row finished in place; an item of the grid is a row.
+
+    Args:
+        node: for messages.
+        x: float32, read once.
+        axes: how many of its last dimensions make a row.
+        target: of x's shape.
+        finish: appends statements that work on `row`, with the row's length and outer index.
+    """
+    code = Code()
+    code.headers |= {"level.h": None, "rows.h": None}
+    outer, inner = x.shape[: x.rank - axes], x.shape[x.rank - axes :]
+    length = code.dim(product(inner))
+    with code.block("for (int64_t item = lo; item < hi; ++item)"):
+        code.line(f"float* const row = out + item * {length};")
+        index = code.split("item", outer)
+        with code.block(f"for (int64_t j = 0; j < {length}; ++j)"):
+            code.line(f"row[j] = {x.at(code, [*index, *code.split('j', inner)])};")
+        finish(code, length, index)
+    cost = product(inner) * (8 + x.cost)
+    return finished_call(node, code, target, product(outer), cost)
+
+
+def finished_call(
     node: str,
     code: Code,
     target: Buffer,
@@ -132,6 +155,8 @@ def _call(
     workspace: Dim | int = 0,
     flags: tuple[str, ...] = (),
 ) -> Call:
+    """A kernel from its statements, which write to `out`."""
+    has_levels = "level.h" in code.headers
     inputs = tuple(code.buffers)
     head = []
     for buffer, name in code.buffers.items():
@@ -162,7 +187,7 @@ def _call(
     rename = {symbol: Dim.of(local) for symbol, local in symbols.items()}
     kernel = TailKernel(
         name=name,
-        source=f'extern "C" int32_t {name}{text}',
+        source=f'extern "C" int32_t {f"ATSC_LEVEL({name})" if has_levels else name}{text}',
         headers=tuple(code.headers),
         inputs=tuple(_type_of(buffer, rename) for buffer in inputs),
         outputs=(_type_of(target, rename),),
@@ -171,6 +196,7 @@ def _call(
         workspace_bytes=Dim.of(workspace).substitute(rename),
         item_cost=item_cost.substitute(rename),
         flags=flags,
+        has_levels=has_levels,
     )
     return Call(node, kernel, inputs, (target,), tuple(Dim.of(symbol) for symbol in symbols))
 

@@ -11,6 +11,7 @@ from atsc.codegen.graph.elementwise import FLOATS, cast, elementwise
 from atsc.codegen.graph.kernels import product_call
 from atsc.codegen.graph.lower import Lowering, RefusedError, Rule
 from atsc.codegen.graph.moves import padded, reshaped, transposed, unsqueezed
+from atsc.codegen.graph.products import LooseRight, Product
 from atsc.codegen.graph.reduce import binary, largest_of, mean_of, plus, reduced, total_of, unary
 from atsc.codegen.graph.tensor import Code, Index, Stored, Tensor, c_index, c_type, stored
 from atsc.compiler.dims import Dim, product
@@ -18,19 +19,27 @@ from atsc.compiler.tensor_graph import OnnxNode
 
 
 def matrix_product(g: Lowering, left: Tensor, right: Tensor) -> Tensor:
-    """[batch.., M, K] times [batch.., K, N]; batches broadcast.
+    """[batch.., M, K] times [batch.., K, N], in memory; batches broadcast.
 
     fp16 and bf16 operands are multiplied as floats.
     """
+    return g.store(pending_product(g, left, right))
+
+
+def pending_product(g: Lowering, left: Tensor, right: Tensor) -> Tensor:
+    """The same, to be finished by what reads it if it is of float32: products.py."""
     if right.rank == 2 and left.rank > 2 and isinstance(left, Stored):
         # One matrix for all batches: their rows are rows of one large operand.
         rows = stored(left.buffer, (product(left.shape[:-1]), left.shape[-1]))
-        return reshaped(g, matrix_product(g, rows, right), (*left.shape[:-1], right.shape[-1]))
+        made = pending_product(g, rows, right)
+        return reshaped(g, made, (*left.shape[:-1], right.shape[-1]))
     batch = g.broadcast([left.shape[:-2], right.shape[:-2]])
     left, right = (_batched(g, x, len(batch)) for x in (left, right))
     g.agree(left.shape[-1], right.shape[-2], "the sizes that are summed over")
-    shape = (*batch, left.shape[-2], right.shape[-1])
-    target = g.buffer(left.dtype, shape)
+    if left.dtype == right.dtype == "float32":
+        left = left if left.view is not None else g.store(left)
+        return Product(left, g.packed(right) or LooseRight(right), batch, right.shape[-1]).tensor()
+    target = g.buffer(left.dtype, (*batch, left.shape[-2], right.shape[-1]))
     g.calls.append(product_call(g.node, left, right, target, batch))
     return stored(target)
 
@@ -51,7 +60,7 @@ def _matmul(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
         left = unsqueezed(g, left, [0])
     if is_column:
         right = unsqueezed(g, right, [1])
-    result = matrix_product(g, left, right)
+    result = pending_product(g, left, right)
     shape = list(result.shape)
     if is_column:
         shape.pop()
@@ -67,7 +76,7 @@ def _gemm(g: Lowering, node: OnnxNode, x: list[Any]) -> Tensor:
         raise RefusedError(f"operands of type {left.dtype}")
     left = transposed(left, [1, 0]) if node.attrs.get("transA", 0) else left
     right = transposed(right, [1, 0]) if node.attrs.get("transB", 0) else right
-    result: Tensor = matrix_product(g, left, right)
+    result = pending_product(g, left, right)
     result = _times(g, result, node.attrs.get("alpha", 1.0))
     if bias is not None:
         result = binary(g, result, _times(g, bias, node.attrs.get("beta", 1.0)), "{0} + {1}")
@@ -272,7 +281,7 @@ def _convolution(
     right = Tensor(image.dtype, (n, Dim.of(group), Dim.of(taps), pixels), at)
     left = reshaped(g, g.store(weight), (Dim.of(1), Dim.of(group), per_group, Dim.of(taps)))
     shape = (n, weight.shape[0], *windows.outputs)
-    result: Tensor = reshaped(g, matrix_product(g, left, right), shape)
+    result = reshaped(g, pending_product(g, left, right), shape)
     if bias is not None:
         bias = reshaped(g, bias, (bias.shape[0], *[Dim.of(1)] * count))
         result = binary(g, result, bias, "{0} + {1}")

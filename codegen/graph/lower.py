@@ -16,8 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atsc.codegen.graph.kernels import Call, map_call
+from atsc.codegen.graph.products import PackedRight, packed_constant
 from atsc.codegen.graph.tensor import (
     CHEAP,
+    DEAR,
     Buffer,
     Code,
     Index,
@@ -36,6 +38,18 @@ Inputs = Sequence[Tensor | None]
 Rule = Callable[["Lowering", OnnxNode, list[Any]], "Tensor | tuple[Tensor | None, ...]"]
 _MOST_LITERAL_ELEMENTS = 4096
 _SHAPE_READERS = ("Shape", "Size")
+_MOST_NODES_OF_DIAMOND = 24
+FINISHING = frozenset(
+    ("", name)
+    for name in (
+        *("Abs", "Neg", "Exp", "Log", "Sqrt", "Reciprocal", "Floor", "Ceil", "Round", "Erf"),
+        *("Tanh", "Sigmoid", "Relu", "Sign", "Add", "Sub", "Mul", "Div", "Min", "Max", "Sum"),
+        *("PRelu", "Clip", "Pow", "Mean", "Identity", "Cast", "Where", "Dropout"),
+        *("Equal", "Less", "Greater", "LessOrEqual", "GreaterOrEqual", "BatchNormalization"),
+        *("Reshape", "Flatten", "Squeeze", "Unsqueeze"),
+    )
+)
+"""Operators whose rules take a product of matrices that is not stored: products.py."""
 _MALFORMED = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 """What rules meet where inputs or attributes are missing, or of other kinds than they must be."""
 
@@ -88,6 +102,8 @@ class Lowering:
             if node.op not in _SHAPE_READERS:
                 self._uses.update(node.reads)
         self._constants = dict(graph.constants)
+        self._packed: dict[tuple[Buffer, tuple[Dim, ...], tuple[Dim, ...]], Buffer] = {}
+        self._meeting = _meeting_values(graph)
 
     def value(self, name: str) -> Tensor | None:
         """A value by its name; None for an absent one."""
@@ -108,7 +124,10 @@ class Lowering:
     def run(self, node: OnnxNode, rule: Rule) -> None:
         """Apply a node's rule; bind its outputs."""
         self.node = node.name
-        made = rule(self, node, [self.value(name) for name in node.inputs])
+        inputs = [self.value(name) for name in node.inputs]
+        if (node.domain, node.op) not in FINISHING:
+            inputs = [x if x is None or x.product is None else self.store(x) for x in inputs]
+        made = rule(self, node, inputs)
         results = made if isinstance(made, tuple) else (made,)
         wanted = [place for place, name in enumerate(node.outputs) if name]
         if wanted and wanted[-1] >= len(results):
@@ -118,7 +137,9 @@ class Lowering:
             if tensor is None:
                 raise RefusedError(f"its output {name} is not supported")
             if tensor.known is None and self._uses[name] > 1 and tensor.cost > 1:
-                tensor = self.store(tensor)
+                is_finished = tensor.product is not None or tensor.cost < DEAR
+                if not (is_finished and name in self._meeting):
+                    tensor = self.store(tensor)
             self._values[name] = tensor
 
     def branch(self, node: OnnxNode) -> TensorGraph:
@@ -168,8 +189,30 @@ class Lowering:
         if isinstance(tensor, Stored):
             return tensor
         buffer = self.buffer(tensor.dtype, tensor.shape)
-        self.calls.append(map_call(self.node, tensor, buffer))
+        self.calls.append(self.call_of(tensor, buffer))
         return stored(buffer)
+
+    def call_of(self, tensor: Tensor, target: Buffer) -> Call:
+        """The kernel that stores a tensor."""
+        if tensor.product is not None:
+            return tensor.product.call(self.node, tensor, target)
+        return map_call(self.node, tensor, target)
+
+    def packed(self, tensor: Tensor) -> PackedRight | None:
+        """A constant float32 matrix as the right operand of products; None: it is none."""
+        view = tensor.view
+        if view is None or view.buffer not in self.constants or tensor.dtype != "float32":
+            return None
+        if any(size.constant is None for size in tensor.shape):
+            return None
+        if any(size.constant != 1 for size in tensor.shape[:-2]) or tensor.size.constant == 0:
+            return None
+        key = (view.buffer, tensor.shape[-2:], view.strides[-2:])
+        if key not in self._packed:
+            name = f"{view.buffer.name}.panels.{len(self._packed)}"
+            buffer, content = packed_constant(name, self.constants[view.buffer], view, tensor.shape)
+            self._packed[key], self.constants[buffer] = buffer, content
+        return PackedRight(self._packed[key])
 
     def buffer(self, dtype: ElementType, shape: tuple[Dim, ...]) -> Buffer:
         """A new buffer, for a kernel to write."""
@@ -281,6 +324,41 @@ def lower(
     return Program(inputs, outputs, constants, calls, checks)
 
 
+def _meeting_values(graph: TensorGraph) -> frozenset[str]:
+    """Values with several readers that all end in one elementwise value, as x * sigmoid(x) does."""
+    readers: dict[str, list[int]] = {}
+    for place, node in enumerate(graph.nodes):
+        for name in node.reads:
+            readers.setdefault(name, []).append(place)
+    return frozenset(
+        name
+        for name, places in readers.items()
+        if len(places) > 1 and name not in graph.outputs and _meets(graph, readers, name)
+    )
+
+
+def _meets(graph: TensorGraph, readers: Mapping[str, list[int]], start: str) -> bool:
+    waiting = {start: len(readers[start])}
+    place = min(readers[start])
+    for node in graph.nodes[place : place + _MOST_NODES_OF_DIAMOND]:
+        own = [name for name in node.inputs if name in waiting]
+        if not own:
+            continue
+        if (node.domain, node.op) not in FINISHING or len(node.outputs) != 1:
+            return False
+        for name in own:
+            waiting[name] -= 1
+            if not waiting[name]:
+                del waiting[name]
+        made = node.outputs[0]
+        if not waiting:
+            return True
+        if made in graph.outputs or not readers.get(made):
+            return False
+        waiting[made] = len(readers[made])
+    return False
+
+
 def _run_nodes(
     g: Lowering,
     nodes: Sequence[OnnxNode],
@@ -342,7 +420,7 @@ def _outputs(g: Lowering) -> tuple[Buffer, ...]:
         if isinstance(tensor, Stored) and tensor.buffer in made and tensor.buffer not in targets:
             targets[tensor.buffer] = target
         else:
-            g.calls.append(map_call(g.node, tensor, target))
+            g.calls.append(g.call_of(tensor, target))
     # At the end, since calls of other outputs may read what these write.
     g.calls = [
         replace(

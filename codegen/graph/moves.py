@@ -13,6 +13,7 @@ from atsc.codegen.graph.tensor import (
     Index,
     Stored,
     Tensor,
+    View,
     c_index,
     c_type,
     known_tensor,
@@ -42,11 +43,13 @@ def reshaped(g: Lowering, x: Tensor, shape: tuple[Dim, ...]) -> Tensor:
     """The same elements in another shape of the same size."""
     if x.shape == shape:
         return x
+    if x.product is not None and (exposed := x.product.reshaped(x, shape)) is not None:
+        return exposed
     numbers = [size.constant for size in shape if size.constant is not None]
     if x.known is not None and len(numbers) == len(shape):
         return known_tensor(np.reshape(x.known, numbers), x.dtype)
     kept = [s for s in x.shape if s.constant != 1] == [s for s in shape if s.constant != 1]
-    if kept and not isinstance(x, Stored):
+    if kept and not isinstance(x, Stored) and x.product is None:
         # Dimensions of 1 come and go: still a function of the index.
         places = [axis for axis, size in enumerate(shape) if size.constant != 1]
 
@@ -54,7 +57,13 @@ def reshaped(g: Lowering, x: Tensor, shape: tuple[Dim, ...]) -> Tensor:
             rest = iter([index[place] for place in places])
             return x.at(code, ["0" if s.constant == 1 else next(rest) for s in x.shape])
 
-        return Tensor(x.dtype, shape, at, cost=x.cost)
+        view = None
+        if x.view is not None:
+            steps = zip(x.shape, x.view.strides, strict=True)
+            open_strides = iter([stride for size, stride in steps if size.constant != 1])
+            strides = [Dim.of(0) if s.constant == 1 else next(open_strides) for s in shape]
+            view = View(x.view.buffer, tuple(strides))
+        return Tensor(x.dtype, shape, at, cost=x.cost, view=view)
     source = g.store(x)
     return stored(source.buffer, shape)
 
@@ -125,7 +134,8 @@ def transposed(x: Tensor, order: list[int]) -> Tensor:
             own[axis] = index[place]
         return x.at(code, own)
 
-    return Tensor(x.dtype, tuple(x.shape[axis] for axis in order), at, cost=x.cost)
+    view = x.view and View(x.view.buffer, tuple(x.view.strides[axis] for axis in order))
+    return Tensor(x.dtype, tuple(x.shape[axis] for axis in order), at, cost=x.cost, view=view)
 
 
 def _transpose(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:

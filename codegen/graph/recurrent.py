@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from atsc.codegen.graph.kernels import raw_call
+from atsc.codegen.graph.kernels import finished_call
 from atsc.codegen.graph.lower import Lowering, RefusedError, Rule
 from atsc.codegen.graph.moves import reshaped, sliced, transposed
 from atsc.codegen.graph.tensor import Code, Stored, Tensor, c_index, c_type, linear, stored
@@ -106,7 +106,7 @@ def _recurrent(g: Lowering, node: OnnxNode, x: list[Any]) -> tuple[Tensor, ...]:
     element = 8 if kind == "double" else 4
     workspace = cell.num_hidden * 4 * element
     grid = batch * cell.directions
-    g.calls.append(raw_call(g.node, code, target, grid, cost, workspace))
+    g.calls.append(finished_call(g.node, code, target, grid, cost, workspace))
     return _outputs(g, node, stored(target), steps)
 
 

@@ -8,9 +8,19 @@ from typing import Any
 import numpy as np
 
 from atsc.codegen.graph.elementwise import FLOATS, cast, elementwise
+from atsc.codegen.graph.kernels import rows_call
 from atsc.codegen.graph.lower import Lowering, RefusedError, Rule
-from atsc.codegen.graph.moves import axes_of, axis_of, reshaped
-from atsc.codegen.graph.tensor import DEAR, Code, Index, Tensor, c_index, c_type, known_tensor
+from atsc.codegen.graph.moves import axes_of, axis_of, expanded, reshaped
+from atsc.codegen.graph.tensor import (
+    DEAR,
+    Code,
+    Index,
+    Tensor,
+    c_index,
+    c_type,
+    known_tensor,
+    stored,
+)
 from atsc.codegen.tail import ElementType
 from atsc.compiler.dims import Dim, product
 from atsc.compiler.tensor_graph import OnnxNode
@@ -198,9 +208,18 @@ _REDUCTIONS: dict[str, Callable[[Lowering, Tensor, list[int], str], Tensor]] = {
 
 def _softmax(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
     """Since opset 13 along one axis; before, along all from `axis` on."""
-    data = g.store(x[0])
+    data = x[0]
     axis = axis_of(node.attrs.get("axis", -1 if node.opset >= 13 else 1), data.rank)
     axes = [axis] if node.opset >= 13 else list(range(axis, data.rank))
+    if node.op == "Softmax" and data.dtype == "float32" and axes and axes[-1] == data.rank - 1:
+        target = g.buffer("float32", data.shape)
+
+        def finish(code: Code, length: str, index: Index) -> None:
+            code.line(f"softmax_row(row, {length});")
+
+        g.calls.append(rows_call(g.node, data, len(axes), target, finish))
+        return stored(target)
+    data = g.store(data)
     top = g.store(largest_of(g, data, axes))
     shifted = binary(g, data, top, "{0} - {1}")
     power = unary(g, shifted, "atsc::graph::exp({0})", 8)
@@ -237,12 +256,49 @@ def _wide(g: Lowering, x: Tensor | None) -> Tensor | None:
     return None if x is None else cast(g, x, "float32") if x.dtype in FLOATS[2:] else x
 
 
-def _layer_norm(g: Lowering, node: OnnxNode, x: list[Any]) -> tuple[Tensor, Tensor, Tensor]:
+def _layer_norm_rows(
+    g: Lowering,
+    x: Tensor,
+    axes: int,
+    epsilon: float,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    dtype: ElementType,
+) -> Tensor:
+    """All of it in one pass over each row."""
+    inner = x.shape[x.rank - axes :]
+    factors = [None if v is None else g.cheap(expanded(g, v, inner)) for v in (scale, bias)]
+    target = g.buffer("float32", x.shape)
+
+    def finish(code: Code, length: str, index: Index) -> None:
+        code.line(f"const float mean = row_sum(row, {length}) / static_cast<float>({length});")
+        code.line(f"const float variance = row_variance(row, {length}, mean);")
+        code.line(
+            f"const float factor = 1.0f / __builtin_sqrtf(variance + {float(epsilon).hex()}f);"
+        )
+        with code.block(f"for (int64_t j = 0; j < {length}; ++j)"):
+            value, place = "(row[j] - mean) * factor", code.split("j", inner)
+            for tensor, operator in zip(factors, "*+", strict=True):
+                if tensor is not None:
+                    value = f"({value}) {operator} {tensor.at(code, place)}"
+            code.line(f"row[j] = {value};")
+
+    g.calls.append(rows_call(g.node, x, axes, target, finish))
+    return cast(g, stored(target), dtype)
+
+
+def _layer_norm(
+    g: Lowering, node: OnnxNode, x: list[Any]
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     dtype = x[0].dtype
     data, scale, bias = (_wide(g, v) for v in [*x, None][:3])
     assert data is not None
     axis = axis_of(node.attrs.get("axis", -1), data.rank)
     axes = list(range(axis, data.rank))
+    if data.dtype == "float32" and axes and not any(node.outputs[1:]):
+        return _layer_norm_rows(
+            g, data, len(axes), node.attrs.get("epsilon", 1e-5), scale, bias, dtype
+        )
     result, mean, factor = normalized(g, data, axes, node.attrs.get("epsilon", 1e-5))
     return cast(g, _scaled(g, result, scale, bias), dtype), mean, factor
 

@@ -9,7 +9,7 @@ from atsc.codegen.graph.lower import Program
 from atsc.codegen.graph.tensor import Buffer
 from atsc.codegen.render import BANNER
 from atsc.codegen.tables import c_string
-from atsc.codegen.tail import ELEMENT_BYTES, ElementType
+from atsc.codegen.tail import ELEMENT_BYTES, LEVELS, ElementType
 from atsc.compiler.dims import Dim, product
 
 ONNX_NUMBERS: dict[ElementType, int] = {
@@ -69,7 +69,7 @@ def graph_tables_source(
         *_calls(program, offsets, sizes),
         *_checks(program, sizes),
     ]
-    kernels = sorted({call.kernel.name for call in program.calls})
+    kernels = sorted({name for call in program.calls for name in _symbols(call)})
     num_bytes, crc32 = weights
     texts = ", ".join(c_string(symbol) for symbol in symbols) or "nullptr"
     counts = (
@@ -173,11 +173,17 @@ def _calls(program: Program, offsets: Mapping[Buffer, int], sizes: _Sizes) -> li
         lines.append(f"constexpr int32_t kDims{number}[] = {{{', '.join(dims)}}};")
         numbers = ", ".join(str(sizes.place(size)) for size in _run_sizes(call))
         rows.append(
-            f"{{{c_string(call.node)}, {call.kernel.name}, {len(operands)}, {len(call.symbols)}, "
+            f"{{{c_string(call.node)}, {{{', '.join(_symbols(call))}}}, "
+            f"{len(operands)}, {len(call.symbols)}, "
             f"kOperands{number}, kDims{number}, {numbers}}}"
         )
-    empty = "{nullptr, nullptr, 0, 0, nullptr, nullptr, 0, 0, 0}"
+    empty = "{nullptr, {}, 0, 0, nullptr, nullptr, 0, 0, 0}"
     return [*lines, _array("GraphCall", "kCalls", rows, empty)]
+
+
+def _symbols(call: Call) -> list[str]:
+    """The kernel at each level."""
+    return [call.kernel.symbol(level) for level in LEVELS]
 
 
 def _run_sizes(call: Call) -> list[Dim]:

@@ -15,13 +15,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from atsc.codegen.tail import ElementType
 from atsc.compiler.dims import Dim, product
+
+if TYPE_CHECKING:
+    from atsc.codegen.graph.products import Product
 
 CHEAP = 4
 """Operations that may be done again for each reader."""
@@ -65,6 +68,10 @@ class Tensor:
     """Integers (or truth values) as Dims, in the shape of the tensor."""
     literal: NDArray[Any] | None = None
     """A constant's content."""
+    view: View | None = None
+    """Where its elements are, if they are in memory at regular distances."""
+    product: Product | None = None
+    """The matrix product that it is, or that it is an elementwise function of: products.py."""
 
     @property
     def rank(self) -> int:
@@ -86,6 +93,14 @@ class Buffer:
     shape: tuple[Dim, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class View:
+    """A buffer, and how many of its elements one step along each dimension of a tensor is."""
+
+    buffer: Buffer
+    strides: tuple[Dim, ...]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Stored(Tensor):
     """A tensor in memory, row-major."""
@@ -100,17 +115,29 @@ def stored(buffer: Buffer, shape: tuple[Dim, ...] | None = None) -> Stored:
     def at(code: Code, index: Index) -> str:
         return code.load(buffer, linear(code, shape, index))
 
-    return Stored(buffer.dtype, shape, at, buffer=buffer)
+    return Stored(buffer.dtype, shape, at, buffer=buffer, view=View(buffer, row_major(shape)))
+
+
+def row_major(shape: Sequence[Dim]) -> tuple[Dim, ...]:
+    """The strides of a contiguous tensor."""
+    return tuple(product(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def linear(code: Code, shape: Sequence[Dim], index: Index) -> str:
     """The place of an element in row-major order."""
-    parts, stride = [], Dim.of(1)
-    for size, at in reversed(list(zip(shape, index, strict=True))):
-        if at != "0" and size.constant != 1:
+    steps = [(size, at) for size, at in zip(shape, index, strict=True) if size.constant != 1]
+    for sizes, names, whole in code.flat:
+        # What was divided into several indices is put together again.
+        for first in range(len(steps) - len(sizes) + 1):
+            part = steps[first : first + len(sizes)]
+            if [at for _, at in part] == names and [size for size, _ in part] == sizes:
+                steps[first : first + len(sizes)] = [(product(sizes), whole)]
+                break
+    parts = []
+    for (_, at), stride in zip(steps, row_major([size for size, _ in steps]), strict=True):
+        if at != "0":
             parts.append(at if stride.constant == 1 else f"{at} * {code.dim(stride)}")
-        stride = stride * size
-    return " + ".join(reversed(parts)) or "0"
+    return " + ".join(parts) or "0"
 
 
 class Code:
@@ -126,6 +153,10 @@ class Code:
         self.symbols: dict[str, str] = {}
         self.headers: dict[str, None] = {"scalar.h": None}
         self.may_fail = False
+        self.flat: list[tuple[list[Dim], list[str], str]] = []
+        """Sizes and names of indices that one index was divided into, and that one."""
+        self.axes: list[str] = []
+        """The indices of the matrix product that is being finished: batches, row, column."""
         self._names = 0
         self._known: dict[tuple[str, str], str] = {}
         self._indent = 1
@@ -191,6 +222,19 @@ class Code:
             self._need(buffer.dtype)
             element = f"{_WIDENED[buffer.dtype][0]}({element})"
         return self.let(c_type(buffer.dtype), element)
+
+    def split(self, whole: str, sizes: Sequence[Dim]) -> list[str]:
+        """One index as the indices of a row-major box."""
+        open_sizes = [size for size in sizes if size.constant != 1]
+        names, rest = [], whole
+        for size in reversed(open_sizes[1:]):
+            names.append(self.index(f"{rest} % {self.dim(size)}"))
+            rest = self.index(f"{rest} / {self.dim(size)}")
+        names = [*([rest] if open_sizes else []), *reversed(names)]
+        if len(names) > 1 and (open_sizes, names, whole) not in self.flat:
+            self.flat.append((open_sizes, names, whole))
+        found = iter(names)
+        return ["0" if size.constant == 1 else next(found) for size in sizes]
 
     def as_stored(self, dtype: ElementType, value: str) -> str:
         """A computed value as it is stored."""

@@ -43,7 +43,7 @@ struct atsc_plan {
         executor(atsc::kPlan, weights.data(), isa_levels, pool),
         notice(opened.notice),
         max_sessions(wishes.sessions) {
-    if (atsc::kPlan.graph != nullptr) open_graph(*atsc::kPlan.graph);
+    if (atsc::kPlan.graph != nullptr) open_graph(*atsc::kPlan.graph, isa_levels);
     if (!uses_device()) return;
     opened.device->set_least_plain(static_cast<atsc::BuildMode>(options.rounds));
     residency = std::make_unique<atsc::Residency>(
@@ -58,8 +58,8 @@ struct atsc_plan {
     notice += residency->notice();
   }
 
-  void open_graph(const atsc::GraphTables& tables) {
-    graph = std::make_unique<atsc::GraphExecutor>(tables, weights.data(), pool);
+  void open_graph(const atsc::GraphTables& tables, uint32_t isa_levels) {
+    graph = std::make_unique<atsc::GraphExecutor>(tables, weights.data(), isa_levels, pool);
     for (int i = 0; i < tables.num_inputs; ++i) graph_names.push_back(tables.inputs[i].name);
     for (int i = 0; i < tables.num_outputs; ++i) graph_names.push_back(tables.outputs[i].name);
   }

@@ -14,6 +14,7 @@ constexpr uint64_t kAlignment = 64;
 // Elements of a chunk at least: less would not pay for claiming it.
 constexpr int64_t kChunkElements = 8192;
 constexpr int64_t kChunksOfThread = 6;
+constexpr int kAvx512 = 2;  // in isa.h atsc_isa_names
 
 uint64_t aligned(uint64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
@@ -34,9 +35,11 @@ int find(const GraphTensor* tensors, int count, const char* name) {
 
 }  // namespace
 
-GraphExecutor::GraphExecutor(const GraphTables& graph, const std::byte* weights, Pool& pool)
+GraphExecutor::GraphExecutor(const GraphTables& graph, const std::byte* weights,
+                             uint32_t isa_levels, Pool& pool)
     : graph_(graph),
       weights_(weights),
+      level_(isa_levels >> kAvx512 & 1 ? 1 : 0),
       pool_(pool),
       symbols_(static_cast<size_t>(graph.num_symbols)),
       sizes_(static_cast<size_t>(graph.num_sizes)),
@@ -317,7 +320,7 @@ void GraphExecutor::work(int thread) {
       const int64_t begin = next_chunk_.fetch_add(1, std::memory_order_relaxed) * grain;
       if (begin >= grid) break;
       const int32_t failed =
-          graph_.calls[index].run(operands_[index].data(), dims_[index].data(), workspace, begin,
+          graph_.calls[index].run[level_](operands_[index].data(), dims_[index].data(), workspace, begin,
                                   std::min(begin + grain, grid));
       if (failed != 0) failed_call_.store(index, std::memory_order_relaxed);
     }

@@ -18,7 +18,8 @@ namespace atsc {
 
 class GraphExecutor {
  public:
-  GraphExecutor(const GraphTables& graph, const std::byte* weights, Pool& pool);
+  // `isa_levels` has a bit set for each level of isa.h whose kernels may be used.
+  GraphExecutor(const GraphTables& graph, const std::byte* weights, uint32_t isa_levels, Pool& pool);
 
   // Reads the inputs, which are found by their names, and fills the outputs' types, ranks and shapes;
   // where all outputs wanted have memory, runs the graph into it. One thread at a time.
@@ -42,6 +43,7 @@ class GraphExecutor {
 
   const GraphTables& graph_;
   const std::byte* weights_;
+  int level_;                          // of kernels: an index into GraphCall::run
   Pool& pool_;
   bool is_planned_ = false;            // for planned_symbols_, of which there may be none
   std::vector<int64_t> symbols_, sizes_, planned_symbols_;

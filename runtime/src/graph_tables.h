@@ -34,9 +34,11 @@ struct GraphOperand {
   uint64_t index;         // of it; of a constant the offset in weights.bin
 };
 
+inline constexpr int kNumGraphLevels = 2;  // codegen/tail.py LEVELS: avx2, avx512
+
 struct GraphCall {
   const char* node;
-  GraphKernel run;
+  GraphKernel run[kNumGraphLevels];
   int32_t num_operands, num_dims;
   const GraphOperand* operands;
   const int32_t* dims;    // indices into the sizes; so are the next three
