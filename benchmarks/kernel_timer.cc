@@ -53,12 +53,17 @@ float read_bytes(const uint8_t* p, size_t bytes) {
 
 }  // namespace
 
-// Seconds of a call of `kernel` that cycles through `count` sets of operands.
+// Seconds of a call of `kernel` that cycles through `count` sets of operands. A thread's share comes
+// in pieces, as in a plan (runtime/src/executor.cc kChunksOfManyRows).
 extern "C" double time_kernel(const atsc::CpuKernel* kernel, const atsc::KernelArgs* args,
                               int count, int threads, int rounds) {
   const int64_t items = kernel->domain(args[0]);
   return median_seconds(threads, rounds, [&](int thread, int round) {
-    kernel->run(args[round % count], items * thread / threads, items * (thread + 1) / threads);
+    const int64_t pieces = 6 * threads;
+    for (int64_t piece = 6 * thread; piece < 6 * (thread + 1); ++piece) {
+      const int64_t begin = items * piece / pieces, end = items * (piece + 1) / pieces;
+      if (begin < end) kernel->run(args[round % count], begin, end);
+    }
   });
 }
 

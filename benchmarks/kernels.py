@@ -131,10 +131,19 @@ class Operands:
                     at += flat.nbytes
                 offset += -(-part.num_bytes // 64) * 64
             args.outputs[0] = self.y.ctypes.data
-            args.rows, args.num_threads = rows, 1
+            args.rows = rows
+        self.scratch = aligned(0)
         self.places = (ctypes.c_void_p * copies)(
             *(self.memory.ctypes.data + i * stored.num_bytes for i in range(copies))
         )
+
+    def use(self, kernel: CpuKernel, threads: int) -> None:
+        """Give the calls what the kernel wants for so many threads."""
+        if kernel.scratch_bytes:
+            self.scratch = aligned(kernel.scratch_bytes(self.args[0].rows, 0, threads))
+        for args in self.args:
+            args.num_threads = threads
+            args.scratch = self.scratch.ctypes.data
 
 
 def measure(options: argparse.Namespace, folder: Path) -> Iterator[Row]:
@@ -145,8 +154,7 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[Row]:
             kernels = [kernel_of(stored, options.level, r, options.isa) for r in options.rows]
             library = library_of(kernels, folder)
             for rows, kernel in zip(options.rows, kernels, strict=True):
-                used = copies if rows <= 8 else 1
-                operands = Operands(stored, options.level, options.refined, rows, used)
+                operands = Operands(stored, options.level, options.refined, rows, copies)
                 for threads in options.threads:
                     yield _measure_one(library, kernel, operands, shape, fmt, threads, options)
 
@@ -162,6 +170,7 @@ def _measure_one(
 ) -> Row:
     copies, rows = len(operands.args), operands.args[0].rows
     entry = CpuKernel.in_dll(library, kernel.symbol)
+    operands.use(entry, threads)
     outputs, width = (int(part) for part in shape.split("x"))
     calls = max(3, min(copies * 2, int(2e10 / (rows * outputs * width) / 4)))
     times, reads = [], []

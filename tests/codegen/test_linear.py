@@ -7,7 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kernel_runner import Prepared, build, can_run, prepare, reference, run
+from kernel_runner import (
+    CpuKernel,
+    Prepared,
+    Schedule,
+    build,
+    can_run,
+    prepare,
+    reference,
+    run,
+)
 
 from atsc.codegen.cpu import ISA_LEVELS, IsaLevel, kernels_of
 from atsc.codegen.layout import store
@@ -93,7 +102,7 @@ def activations_with_fine_rows(counts: Sequence[int], rows: int) -> Q8Array:
 
 @pytest.mark.parametrize("isa", LEVELS)
 def test_any_number_of_rows_has_second_digits(isa: IsaLevel, tmp_path: Path) -> None:
-    """AMX adds them by tiles from 12 rows of a block of rows on, and row by row below."""
+    """AMX gathers them in groups of 16 rows."""
     op = all_ops()["linear"]
     most = 24
     weights = [
@@ -106,13 +115,36 @@ def test_any_number_of_rows_has_second_digits(isa: IsaLevel, tmp_path: Path) -> 
         case
         for weight in weights
         for rows in (24, 40, 64, 100)
-        for x in [activations_with_fine_rows([0, 1, 11, 12, 13, most, 0], rows)]
+        for x in [activations_with_fine_rows([0, 1, 15, 16, 17, most, 0], rows)]
         if (case := prepare(op, Sample({"accuracy_level": 4}, (x, weight)), isa))
     ]
     library = build(prepared, tmp_path)
     for case in prepared:
         (expected, _), (actual, *_) = reference(case), run(case, library)
         np.testing.assert_array_equal(actual, expected, err_msg=case.kernel.symbol)
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+def test_packed_rows_give_the_same_bits(isa: IsaLevel, tmp_path: Path) -> None:
+    """Large pieces pack a block of rows into the scratch; small ones, or no scratch, do not."""
+    op = all_ops()["linear"]
+    weight = extreme_weight(4, "alternating", None, 8 * 17, 32 * 3)
+    x = activations_with_fine_rows([0, 40, 64], 130)
+    case = prepare(op, Sample({"accuracy_level": 4}, (x, weight)), isa)
+    assert case is not None
+    library, expected = build([case], tmp_path), reference(case)[0]
+    counters = 4096
+    kernel = CpuKernel.in_dll(library, case.kernel.symbol)
+    assert kernel.scratch_bytes(130, 0, 3) >= counters + 3 * 3 * 64 * 44
+    assert kernel.scratch_bytes(64, 0, 3) == counters
+    for schedule in (
+        Schedule(pieces=1),
+        Schedule(pieces=2, threads=1, concurrent=True),
+        Schedule(pieces=3, threads=4, concurrent=True),
+        Schedule(pieces=27),
+    ):
+        actual, *_ = run(case, library, schedule)
+        np.testing.assert_array_equal(actual, expected, err_msg=str(schedule))
 
 
 @pytest.mark.parametrize("dtype", [DType.F32, DType.F16, DType.BF16])

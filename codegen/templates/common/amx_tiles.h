@@ -3,7 +3,7 @@
 //
 //     ATSC_TILE_ZERO(tile)
 //     ATSC_TILE_LOAD(tile, from, stride), ATSC_TILE_STORE(tile, to, stride)      bytes
-//     ATSC_TILE_MULTIPLY(sums, signed, unsigned)      TDPBSUD: int32 += int8 x uint8, four k at a time
+//     ATSC_TILE_MULTIPLY(sums, a, b)      TDPBSSD: int32 += int8 x int8, four k at a time
 //
 // Numbers of tiles are literals, since compilers paste them into the instruction's text.
 // Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18.
@@ -70,7 +70,7 @@ static inline void multiply_tile(int sums, int a, int b) {
       std::memcpy(&sum, emulated_tiles.bytes[sums][row] + 4 * column, sizeof sum);
       for (int k = 0; k < config.bytes_of_row[a]; ++k) {
         sum += static_cast<int8_t>(emulated_tiles.bytes[a][row][k]) *
-               emulated_tiles.bytes[b][k / 4][4 * column + k % 4];
+               static_cast<int8_t>(emulated_tiles.bytes[b][k / 4][4 * column + k % 4]);
       }
       std::memcpy(emulated_tiles.bytes[sums][row] + 4 * column, &sum, sizeof sum);
     }
@@ -90,14 +90,25 @@ static inline void multiply_tile(int sums, int a, int b) {
 
 namespace atsc {
 
-static inline void configure_tiles(const TileConfig& config) { _tile_loadconfig(&config); }
+// What lies at p is in memory, whatever the compiler has planned. GCC 12 and 13 are not told that
+// loads of tiles read memory, and of a configuration only that its first eight bytes are read.
+static inline void settle(const void* p) { asm volatile("" : : "r"(p) : "memory"); }
+
+static inline void configure_tiles(const TileConfig& config) {
+  settle(&config);
+  _tile_loadconfig(&config);
+}
 static inline void release_tiles() { _tile_release(); }
 
 }  // namespace atsc
 
 #define ATSC_TILE_ZERO(tile) _tile_zero(tile)
-#define ATSC_TILE_LOAD(tile, from, stride) _tile_loadd(tile, from, stride)
+#define ATSC_TILE_LOAD(tile, from, stride) \
+  do {                                     \
+    ::atsc::settle(from);                  \
+    _tile_loadd(tile, from, stride);       \
+  } while (false)
 #define ATSC_TILE_STORE(tile, to, stride) _tile_stored(tile, to, stride)
-#define ATSC_TILE_MULTIPLY(sums, a, b) _tile_dpbsud(sums, a, b)
+#define ATSC_TILE_MULTIPLY(sums, a, b) _tile_dpbssd(sums, a, b)
 
 #endif

@@ -14,8 +14,10 @@
 #pragma once
 
 #include <bit>
+#include <cstring>
 
 #include "linear.h"
+#include "scratch.h"
 
 namespace atsc {
 
@@ -142,18 +144,89 @@ static inline __m256 add_slab(const Q8Slab<Layer>& slab, const Q8Row& x, __m256 
   }
 }
 
+// One digit of a block of rows: those of a slab lie at view's index(slab), one after the other.
+struct Q8Rows {
+  Q8View view;
+  int64_t stride, first;
+
+  int64_t index(int64_t slab) const { return slab * stride + first; }
+};
+
+// Bytes of a block of rows, first digits alone, one behind the other.
+template <class Layer>
+constexpr int64_t packed_bytes() {
+  return (num_slabs<Layer>() * kMostRows * kQ8BytesPerBlock + 63) / 64 * 64;
+}
+
+// What q8_gemm takes of a call's scratch for rounds of so many rows; nothing where one block has all.
+template <class Layer>
+static inline size_t q8_gemm_scratch(int64_t max_rows, int64_t, int32_t num_threads) {
+  const int64_t slots = max_rows > kMostRows ? std::min<int64_t>(num_threads, kMaxCounters) : 0;
+  return static_cast<size_t>(kCounterBytes + slots * packed_bytes<Layer>());
+}
+
+// The first digits of a block of rows: packed into a free part of the scratch, or where they are.
+//
+// In a round of 512 rows a block's codes are 2 KiB in every 16, so that few sets of the level-2 cache
+// had to hold them all, and each pair of tiles fetched them from beyond it.
+template <class Layer>
+class PackedRows {
+ public:
+  PackedRows(const KernelArgs& args, const Operands<Layer>& at, Rows rows, int64_t pairs)
+      : rows_{q8_view(at.x, args.rows, Layer::kInputs), args.rows, rows.first} {
+    constexpr int64_t kFewestPairs = 8;  // for fewer it does not pay
+    if (args.scratch == nullptr || args.rows <= kMostRows || pairs < kFewestPairs) return;
+    const int64_t slots = std::min<int64_t>(args.num_threads, kMaxCounters);
+    // Threads' stacks lie apart, so that each thread mostly has the slot that its own cache holds.
+    const auto here = reinterpret_cast<uintptr_t>(__builtin_frame_address(0)) >> 23;
+    for (int64_t i = 0; i < slots; ++i) {
+      const int64_t slot = static_cast<int64_t>((here + static_cast<uintptr_t>(i)) %
+                                                static_cast<uintptr_t>(slots));
+      int32_t* const taken = static_cast<int32_t*>(args.scratch) + slot;
+      if (__atomic_exchange_n(taken, 1, __ATOMIC_ACQUIRE) != 0) continue;
+      taken_ = taken;
+      pack(static_cast<std::byte*>(args.scratch) + kCounterBytes + slot * packed_bytes<Layer>(),
+           rows.count);
+      return;
+    }
+  }
+  ~PackedRows() {
+    if (taken_ != nullptr) __atomic_store_n(taken_, 0, __ATOMIC_RELEASE);
+  }
+  PackedRows(const PackedRows&) = delete;
+
+  const Q8Rows& rows() const { return rows_; }
+
+ private:
+  void pack(std::byte* to, int64_t count) {
+    const Q8Rows packed{q8_view(to, count, Layer::kInputs), count, 0};
+    for (int64_t slab = 0; slab < num_slabs<Layer>(); ++slab) {
+      const int64_t from = rows_.index(slab), at = packed.index(slab);
+      const Q8View &old = rows_.view, &made = packed.view;
+      std::memcpy(made.codes + at * kQ8Bytes, old.codes + from * kQ8Bytes, count * kQ8Bytes);
+      std::memcpy(made.scales + at, old.scales + from, count * sizeof *old.scales);
+      std::memcpy(made.scaled_sums + at, old.scaled_sums + from, count * sizeof *old.scaled_sums);
+      std::memcpy(made.sums + at, old.sums + from, count * sizeof *old.sums);
+    }
+    rows_ = packed;
+  }
+
+  Q8Rows rows_;
+  int32_t* taken_ = nullptr;
+};
+
 // Which of at most kMostRows rows have a second digit, slab by slab: a bit a row.
 template <class Layer>
 struct RefinedRows {
   static_assert(kMostRows <= 64);
   uint64_t of_slab[num_slabs<Layer>()];
 
-  RefinedRows(const Q8View& fine, int64_t all, Rows rows) {
+  RefinedRows(const Q8Rows& fine, int64_t count) {
     for (int64_t slab = 0; slab < num_slabs<Layer>(); ++slab) {
-      const float* scales = fine.scales + slab * all + rows.first;
+      const float* scales = fine.view.scales + fine.index(slab);
       of_slab[slab] = 0;
-      for (int64_t row = 0; row < rows.count; row += 8) {
-        const __m256 eight = load_first(scales + row, rows.count - row);
+      for (int64_t row = 0; row < count; row += 8) {
+        const __m256 eight = load_first(scales + row, count - row);
         const __m256 differ = _mm256_cmp_ps(eight, _mm256_setzero_ps(), _CMP_NEQ_UQ);
         of_slab[slab] |= static_cast<uint64_t>(_mm256_movemask_ps(differ)) << row;
       }
@@ -192,20 +265,19 @@ template <class Layer>
 
 // Some rows, at most kMostRows, of one tile: a slab is unpacked once for all of them.
 template <class Layer>
-static inline void q8_gemm_tile(const Operands<Layer>& at, int64_t tile, int64_t all, Rows rows,
+static inline void q8_gemm_tile(const Operands<Layer>& at, int64_t tile, Rows rows,
+                                const Q8Rows& x, const Q8Rows& fine,
                                 const RefinedRows<Layer>& refined) {
-  const Q8View x = q8_view(at.x, all, Layer::kInputs), fine = q8_view(at.x, all, Layer::kInputs, 1);
   alignas(32) float y[kMostRows][kTileRows];
   for (int64_t row = 0; row < rows.count; ++row) _mm256_store_ps(y[row], _mm256_setzero_ps());
   for (int64_t slab = 0; slab < num_slabs<Layer>(); ++slab) {
     const Q8Slab<Layer> loaded = load_slab<Layer>(at, tile, slab);
-    const int64_t first = slab * all + rows.first;
     for (int64_t row = 0; row < rows.count; ++row) {
-      const Q8Row a = q8_row(x, first + row);
+      const Q8Row a = q8_row(x.view, x.index(slab) + row);
       _mm256_store_ps(y[row], add_slab<Layer>(loaded, a, _mm256_load_ps(y[row])));
     }
     if (const uint64_t some = refined.of_slab[slab]) {
-      add_refined<Layer>(at, tile, slab, fine, first, some, y);
+      add_refined<Layer>(at, tile, slab, fine.view, fine.index(slab), some, y);
     }
   }
   for (int64_t row = 0; row < rows.count; ++row) {
@@ -227,24 +299,26 @@ namespace atsc {
 
 // Some rows, at most kMostRows, of the tiles [begin, end).
 template <class Layer>
-static inline void q8_gemm(const Operands<Layer>& at, int64_t begin, int64_t end, int64_t all,
-                           Rows rows) {
-  const RefinedRows<Layer> refined(q8_view(at.x, all, Layer::kInputs, 1), all, rows);
+static inline void q8_gemm(const KernelArgs& args, const Operands<Layer>& at, int64_t begin,
+                           int64_t end, Rows rows) {
+  const PackedRows<Layer> packed(args, at, rows, (end - begin) / 2);
+  const Q8Rows& x = packed.rows();
+  const Q8Rows fine{q8_view(at.x, args.rows, Layer::kInputs, 1), args.rows, rows.first};
+  const RefinedRows<Layer> refined(fine, rows.count);
 #if defined(ATSC_HAS_AMX)
   if constexpr (num_halves<Layer>() == 1) {
-    const AmxTiles tiles(rows.count);
-    for (int64_t tile = begin; tile < end; tile += 2) {
-      q8_gemm_amx<Layer>(at, tile, std::min(tile + 2, end), all, rows, refined, tiles);
-    }
+    q8_gemm_tiles<Layer>(at, begin, end, rows, x, fine, refined);
     return;
   }
 #endif
 #if defined(__AVX512BW__)
   for (int64_t tile = begin; tile < end; tile += 2) {
-    q8_gemm_pair<Layer>(at, tile, std::min(tile + 2, end), all, rows, refined);
+    q8_gemm_pair<Layer>(at, tile, std::min(tile + 2, end), rows, x, fine, refined);
   }
 #else
-  for (int64_t tile = begin; tile < end; ++tile) q8_gemm_tile<Layer>(at, tile, all, rows, refined);
+  for (int64_t tile = begin; tile < end; ++tile) {
+    q8_gemm_tile<Layer>(at, tile, rows, x, fine, refined);
+  }
 #endif
 }
 

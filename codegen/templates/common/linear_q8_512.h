@@ -3,8 +3,6 @@
 // vpdpbusd broadcasts the activations that it multiplies.
 #pragma once
 
-#include <cstring>
-
 #include "linear_q8.h"
 
 namespace atsc {
@@ -182,18 +180,17 @@ static inline void add_slab_pair(const Q8SlabPair<Layer>& slab, const Q8View& x,
 
 // Some rows, at most kMostRows, of the tiles [tile, end), which are one or two.
 template <class Layer>
-static inline void q8_gemm_pair(const Operands<Layer>& at, int64_t tile, int64_t end, int64_t all,
-                                Rows rows, const RefinedRows<Layer>& refined) {
-  const Q8View x = q8_view(at.x, all, Layer::kInputs), fine = q8_view(at.x, all, Layer::kInputs, 1);
+static inline void q8_gemm_pair(const Operands<Layer>& at, int64_t tile, int64_t end, Rows rows,
+                                const Q8Rows& x, const Q8Rows& fine,
+                                const RefinedRows<Layer>& refined) {
   alignas(64) float y[kMostRows][2 * kTileRows];
   for (int64_t row = 0; row < rows.count; ++row) _mm512_store_ps(y[row], _mm512_setzero_ps());
   for (int64_t slab = 0; slab < num_slabs<Layer>(); ++slab) {
     const Q8SlabPair<Layer> loaded = load_slab_pair<Layer>(at, tile, end - 1, slab);
-    const int64_t first = slab * all + rows.first;
-    add_slab_pair<Layer>(loaded, x, first, rows.count, y);
+    add_slab_pair<Layer>(loaded, x.view, x.index(slab), rows.count, y);
     for (uint64_t left = refined.of_slab[slab]; left != 0; left &= left - 1) {
       const int64_t row = std::countr_zero(left);
-      add_one_row<Layer>(loaded, fine, first + row, y + row);
+      add_one_row<Layer>(loaded, fine.view, fine.index(slab) + row, y + row);
     }
   }
   for (int64_t row = 0; row < rows.count; ++row) {

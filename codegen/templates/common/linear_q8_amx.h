@@ -1,8 +1,13 @@
 // The part of linear_q8_512.h that AMX does better: 16 rows by 16 outputs by 32 K in one instruction.
 //
-// The products of a slab are scaled in float, so that accumulators leave their tiles after each slab:
-// into one of two buffers, while the vector units scale what the slab before left in the other one.
-// On a Sapphire Rapids core 2.0 times as fast as VNNI, with weights and activations in its caches.
+// The products of a slab are scaled in float, so that accumulators leave their tiles after each slab.
+// This, not the products, is what takes time: a row of 16 sums costs a store by the tile, a load, three
+// vector operations, and a load and a store of the float sums. Hence
+//   codes are signed (code - 8, as stored for int8): no zero point to subtract from every sum,
+//   two slabs are scaled together: float sums are loaded and stored half as often,
+//   two pairs of tiles take turns, so that activations come from the level-2 cache half as often,
+//   and the vector units scale one unit of work while tiles multiply the next.
+// Rows with second digits are gathered, so that tiles hold no others.
 #pragma once
 
 #include "amx_tiles.h"
@@ -11,149 +16,225 @@
 namespace atsc {
 
 inline constexpr int64_t kAmxRows = 16;  // of a tile
-inline constexpr int kAmxGroups = kMostRows / kAmxRows;
+inline constexpr int kAmxSlabs = 2;      // of a unit of work
 static_assert(kMostRows == 64, "tiles 0 to 3 are four groups of rows");
 
-// Tile registers: 0 to 3 the sums of 16 rows each, of which 3 has those of the last group if that is
-// not whole; 4 and 5 activations of whole groups, 6 of the last one; 7 weights.
-struct AmxTiles {
-  explicit AmxTiles(int64_t rows) : whole(static_cast<int>(rows / kAmxRows)) {
-    const auto rest = static_cast<uint8_t>(rows % kAmxRows);
-    has_rest = rest != 0;
+// Tile registers: 0 to 3 sums of 16 rows each; 4 and 5 activations; 6 weights.
+class AmxTiles {
+ public:
+  AmxTiles() {
     TileConfig config{};
     config.palette = 1;
-    for (int tile = 0; tile < 8; ++tile) {
-      config.rows[tile] = kAmxRows;
-      config.bytes_of_row[tile] = 4 * kAmxRows;
+    for (int tile = 0; tile < 7; ++tile) {
+      config.rows[tile] = tile < 6 ? kAmxRows : kQ8Block / 4;
+      config.bytes_of_row[tile] = tile == 4 || tile == 5 ? kQ8Bytes : 4 * 2 * kTileRows;
     }
-    if (has_rest) config.rows[3] = config.rows[6] = rest;
-    for (int tile = 4; tile < 7; ++tile) config.bytes_of_row[tile] = kQ8Bytes;
-    config.rows[7] = kQ8Block / 4;
     configure_tiles(config);
   }
   ~AmxTiles() { release_tiles(); }
   AmxTiles(const AmxTiles&) = delete;
-
-  int whole;  // groups of 16 rows
-  bool has_rest;
 };
 
 using AmxSums = int32_t[kMostRows][2 * kTileRows];
 
-// Integer products of a slab's codes, 4 k of 16 outputs in each of eight rows, and rows from x on.
-static inline void multiply_tiles(const AmxTiles& tiles, const int8_t* x, const __m512i* codes,
-                                  AmxSums& sums) {
-  constexpr int64_t kStep = kAmxRows * kQ8Bytes;
-  constexpr int64_t kStride = sizeof sums[0];
-  ATSC_TILE_LOAD(7, codes, sizeof codes[0]);
-  if (tiles.whole > 0) {
-    ATSC_TILE_ZERO(0);
-    ATSC_TILE_LOAD(4, x, kQ8Bytes);
-    ATSC_TILE_MULTIPLY(0, 4, 7);
-  }
-  if (tiles.whole > 1) {
-    ATSC_TILE_ZERO(1);
-    ATSC_TILE_LOAD(5, x + kStep, kQ8Bytes);
-    ATSC_TILE_MULTIPLY(1, 5, 7);
-  }
-  if (tiles.whole > 2) {
-    ATSC_TILE_ZERO(2);
-    ATSC_TILE_LOAD(4, x + 2 * kStep, kQ8Bytes);
-    ATSC_TILE_MULTIPLY(2, 4, 7);
-  }
-  if (tiles.has_rest) {
-    ATSC_TILE_ZERO(3);
-    ATSC_TILE_LOAD(6, x + tiles.whole * kStep, kQ8Bytes);
-    ATSC_TILE_MULTIPLY(3, 6, 7);
-    ATSC_TILE_STORE(3, sums[tiles.whole * kAmxRows], kStride);
-  } else if (tiles.whole > 3) {
-    ATSC_TILE_ZERO(3);
-    ATSC_TILE_LOAD(5, x + 3 * kStep, kQ8Bytes);
-    ATSC_TILE_MULTIPLY(3, 5, 7);
-    ATSC_TILE_STORE(3, sums[3 * kAmxRows], kStride);
-  }
-  if (tiles.whole > 0) ATSC_TILE_STORE(0, sums[0], kStride);
-  if (tiles.whole > 1) ATSC_TILE_STORE(1, sums[kAmxRows], kStride);
-  if (tiles.whole > 2) ATSC_TILE_STORE(2, sums[2 * kAmxRows], kStride);
+// Two tiles' weights of one slab, as Q8SlabPair but signed.
+struct AmxSlab {
+  __m512i codes[kQ8Block / 4];
+  __m512 scale, offset;
+};
+
+// Whether a code stands for itself plus an offset.
+template <class Layer>
+constexpr bool has_amx_offset() {
+  return Layer::kZeros != Number::none;
 }
 
-// What turns a slab's integer products into the layer's terms.
-struct AmxTerms {
-  __m512 scale, offset;
+template <class Layer>
+static inline void load_amx_slab(const Operands<Layer>& at, int64_t tile, int64_t second,
+                                 int64_t slab, AmxSlab& made) {
+  const auto* codes = static_cast<const uint8_t*>(at.codes);
+  const uint8_t* low = codes + (tile * num_slabs<Layer>() + slab) * slab_bytes<Layer>();
+  const uint8_t* high = codes + (second * num_slabs<Layer>() + slab) * slab_bytes<Layer>();
+  prefetch_ahead<slab_bytes<Layer>()>(low);
+  prefetch_ahead<slab_bytes<Layer>()>(high);
+  if constexpr (Layer::kFormat == Format::int4) {
+    const __m512i mask = _mm512_set1_epi8(15);
+    const __m512i centre = _mm512_set1_epi8(has_amx_offset<Layer>() ? 0 : 8);
+#pragma GCC unroll 4
+    for (int g = 0; g < 4; ++g) {
+      const __m512i both = join(load_bytes(low + 32 * g), load_bytes(high + 32 * g));
+      const __m512i upper = _mm512_maskz_srli_epi16(~__mmask32{0}, both, 4);
+      made.codes[g] = _mm512_sub_epi8(_mm512_and_si512(both, mask), centre);
+      made.codes[g + 4] = _mm512_sub_epi8(_mm512_and_si512(upper, mask), centre);
+    }
+  } else {
+#pragma GCC unroll 8
+    for (int g = 0; g < 8; ++g) {
+      made.codes[g] = join(load_bytes(low + 32 * g), load_bytes(high + 32 * g));
+    }
+  }
+  const int64_t block = slab * kQ8Block / Layer::kBlock;
+  const Terms first = load_terms<Layer, true>(at.scales, at.zeros, tile, block);
+  const Terms other = load_terms<Layer, true>(at.scales, at.zeros, second, block);
+  made.scale = join(first.scale, other.scale);
+  made.offset = join(first.offset, other.offset);
+}
+
+// Integer products of the weights in tile 6 and `count` rows from x on, which lie one behind the
+// other. Reads and writes whole groups of 16 rows; what behind `count` means nothing.
+static inline void multiply_rows(const int8_t* x, int64_t count, AmxSums& sums) {
+  constexpr int64_t kStep = kAmxRows * kQ8Bytes;
+  constexpr int64_t kStride = sizeof sums[0];
+  const int64_t groups = (count + kAmxRows - 1) / kAmxRows;
+  ATSC_TILE_ZERO(0);
+  ATSC_TILE_LOAD(4, x, kQ8Bytes);
+  ATSC_TILE_MULTIPLY(0, 4, 6);
+  if (groups > 1) {
+    ATSC_TILE_ZERO(1);
+    ATSC_TILE_LOAD(5, x + kStep, kQ8Bytes);
+    ATSC_TILE_MULTIPLY(1, 5, 6);
+  }
+  if (groups > 2) {
+    ATSC_TILE_ZERO(2);
+    ATSC_TILE_LOAD(4, x + 2 * kStep, kQ8Bytes);
+    ATSC_TILE_MULTIPLY(2, 4, 6);
+  }
+  if (groups > 3) {
+    ATSC_TILE_ZERO(3);
+    ATSC_TILE_LOAD(5, x + 3 * kStep, kQ8Bytes);
+    ATSC_TILE_MULTIPLY(3, 5, 6);
+  }
+  ATSC_TILE_STORE(0, sums[0], kStride);
+  if (groups > 1) ATSC_TILE_STORE(1, sums[kAmxRows], kStride);
+  if (groups > 2) ATSC_TILE_STORE(2, sums[2 * kAmxRows], kStride);
+  if (groups > 3) ATSC_TILE_STORE(3, sums[3 * kAmxRows], kStride);
+}
+
+// What tiles have made of two tiles' weights and one or two slabs, and what scales it.
+struct AmxUnit {
+  AmxSlab slabs[kAmxSlabs];
+  alignas(64) AmxSums sums[kAmxSlabs], fine[kAmxSlabs];  // of all rows; of those gathered
+};
+
+// Second digits of the rows that have them, of one or two slabs.
+struct GatheredRows {
+  alignas(64) int8_t codes[kAmxSlabs][kMostRows * kQ8Bytes];
+  int64_t counts[kAmxSlabs];
+
+  void gather(const Q8Rows& fine, int64_t slab, int place, uint64_t refined) {
+    const int8_t* from = fine.view.codes + fine.index(slab) * kQ8Bytes;
+    counts[place] = 0;
+    for (; refined != 0; refined &= refined - 1) {
+      const int8_t* row = from + std::countr_zero(refined) * kQ8Bytes;
+      auto* to = reinterpret_cast<__m256i*>(codes[place] + counts[place]++ * kQ8Bytes);
+      _mm256_store_si256(to, load_bytes(row));
+    }
+  }
 };
 
 // y + a slab's integer products with the row at `index` of x, in float.
 template <class Layer>
-static inline void scale_row(const AmxTerms& terms, const int32_t* sums, const Q8View& x,
-                             int64_t index, float* y) {
-  constexpr int32_t kCentre = Layer::kFormat == Format::int4 ? 8 : 128;
-  __m512i sum = _mm512_load_si512(sums);
-  __m512 all = _mm512_load_ps(y);
-  if constexpr (starts_at_centre<Layer>()) {
-    sum = _mm512_sub_epi32(sum, _mm512_set1_epi32(kCentre * x.sums[index]));
-  } else {
-    all = _mm512_fmadd_ps(terms.offset, _mm512_set1_ps(x.scaled_sums[index]), all);
+static inline __m512 scale_row(const AmxSlab& slab, const int32_t* sums, const Q8View& x,
+                               int64_t index, __m512 y) {
+  if constexpr (has_amx_offset<Layer>()) {
+    y = _mm512_fmadd_ps(slab.offset, _mm512_set1_ps(x.scaled_sums[index]), y);
   }
-  const __m512 factor = _mm512_mul_ps(terms.scale, _mm512_set1_ps(x.scales[index]));
-  const __m512 product = _mm512_maskz_cvtepi32_ps(0xffff, sum);
-  _mm512_store_ps(y, _mm512_fmadd_ps(product, factor, all));
+  const __m512 factor = _mm512_mul_ps(slab.scale, _mm512_set1_ps(x.scales[index]));
+  const __m512 product = _mm512_maskz_cvtepi32_ps(0xffff, _mm512_load_si512(sums));
+  return _mm512_fmadd_ps(product, factor, y);
 }
 
-template <class Layer>
-static inline void scale_rows(const AmxTerms& terms, const AmxSums& sums, const Q8View& x,
-                              int64_t first, int64_t count, float (*y)[2 * kTileRows]) {
+// Adds a unit to the float sums of its rows.
+template <class Layer, int kSlabs>
+static inline void add_unit(const AmxUnit& unit, int64_t slab, int64_t count, const Q8Rows& x,
+                            const Q8Rows& fine, const RefinedRows<Layer>& refined,
+                            float (*y)[2 * kTileRows]) {
+  const int64_t first = x.index(slab);
 #pragma GCC unroll 4
   for (int64_t row = 0; row < count; ++row) {
-    scale_row<Layer>(terms, sums[row], x, first + row, y[row]);
+    __m512 sum = _mm512_load_ps(y[row]);
+#pragma GCC unroll 2
+    for (int i = 0; i < kSlabs; ++i) {
+      const int64_t index = first + i * x.stride + row;
+      sum = scale_row<Layer>(unit.slabs[i], unit.sums[i][row], x.view, index, sum);
+    }
+    _mm512_store_ps(y[row], sum);
   }
-}
-
-// Adds the products of second digits, which the rows of `refined` have, a bit a row. Tiles multiply
-// the others too, so that they pay from some rows on; those have no digits to scale.
-template <class Layer>
-static inline void add_fine_rows(const AmxTiles& tiles, const Q8SlabPair<Layer>& slab,
-                                 const Q8View& fine, int64_t first, uint64_t refined,
-                                 float (*y)[2 * kTileRows]) {
-  constexpr int kFewestInTiles = 12;
-  alignas(64) AmxSums sums;
-  const bool in_tiles = std::popcount(refined) >= kFewestInTiles;
-  if (in_tiles) multiply_tiles(tiles, fine.codes + first * kQ8Bytes, slab.codes, sums);
-  for (; refined != 0; refined &= refined - 1) {
-    const int64_t row = std::countr_zero(refined);
-    if (in_tiles) {
-      scale_row<Layer>({slab.scale[0], slab.offset[0]}, sums[row], fine, first + row, y[row]);
-    } else {
-      add_one_row<Layer>(slab, fine, first + row, y + row);
+  for (int i = 0; i < kSlabs; ++i) {
+    const int32_t(*sums)[2 * kTileRows] = unit.fine[i];
+    for (uint64_t left = refined.of_slab[slab + i]; left != 0; left &= left - 1, ++sums) {
+      const int64_t row = std::countr_zero(left), index = fine.index(slab + i) + row;
+      const __m512 sum = _mm512_load_ps(y[row]);
+      _mm512_store_ps(y[row], scale_row<Layer>(unit.slabs[i], *sums, fine.view, index, sum));
     }
   }
 }
 
-// As q8_gemm_pair, for blocks of weights of at least 32 K; `tiles` are configured for these rows.
-template <class Layer>
-static inline void q8_gemm_amx(const Operands<Layer>& at, int64_t tile, int64_t end, int64_t all,
-                               Rows rows, const RefinedRows<Layer>& refined,
-                               const AmxTiles& tiles) {
-  const Q8View x = q8_view(at.x, all, Layer::kInputs), fine = q8_view(at.x, all, Layer::kInputs, 1);
-  alignas(64) float y[kMostRows][2 * kTileRows];
-  alignas(64) AmxSums sums[2];
-  AmxTerms before;
-  for (int64_t row = 0; row < rows.count; ++row) _mm512_store_ps(y[row], _mm512_setzero_ps());
-  for (int64_t slab = 0; slab < num_slabs<Layer>(); ++slab) {
-    const Q8SlabPair<Layer> loaded = load_slab_pair<Layer>(at, tile, end - 1, slab);
-    const int64_t first = slab * all + rows.first;
-    multiply_tiles(tiles, x.codes + first * kQ8Bytes, loaded.codes, sums[slab & 1]);
-    if (slab > 0) scale_rows<Layer>(before, sums[~slab & 1], x, first - all, rows.count, y);
-    before = {loaded.scale[0], loaded.offset[0]};
-    if (const uint64_t some = refined.of_slab[slab]) {
-      add_fine_rows<Layer>(tiles, loaded, fine, first, some, y);
+// As q8_gemm_pair, for kPairs pairs of tiles and blocks of weights of at least 32 K; the last pair may
+// lack its second tile. Tiles are configured.
+template <class Layer, int kPairs>
+static inline void q8_gemm_amx(const Operands<Layer>& at, int64_t tile, int64_t end, Rows rows,
+                               const Q8Rows& x, const Q8Rows& fine,
+                               const RefinedRows<Layer>& refined) {
+  alignas(64) float y[kPairs][kMostRows][2 * kTileRows];
+  AmxUnit units[2];
+  GatheredRows gathered;
+  int next = 0;  // of units; the other one is to be added
+  for (auto& pair : y) {
+    for (int64_t row = 0; row < rows.count; ++row) _mm512_store_ps(pair[row], _mm512_setzero_ps());
+  }
+  const auto multiply = [&]<int kSlabs>(int64_t slab, int pair) {
+    AmxUnit& unit = units[next];
+    const int64_t first = tile + 2 * pair, second = std::min(first + 1, end - 1);
+#pragma GCC unroll 2
+    for (int i = 0; i < kSlabs; ++i) {
+      load_amx_slab<Layer>(at, first, second, slab + i, unit.slabs[i]);
+      ATSC_TILE_LOAD(6, unit.slabs[i].codes, sizeof unit.slabs[i].codes[0]);
+      multiply_rows(x.view.codes + x.index(slab + i) * kQ8Bytes, rows.count, unit.sums[i]);
+      if (gathered.counts[i] > 0) multiply_rows(gathered.codes[i], gathered.counts[i], unit.fine[i]);
+    }
+    next ^= 1;
+  };
+  const auto add = [&]<int kSlabs>(int64_t slab, int pair, int which) {
+    add_unit<Layer, kSlabs>(units[which], slab, rows.count, x, fine, refined, y[pair]);
+  };
+  constexpr int64_t kSlabCount = num_slabs<Layer>(), kWhole = kSlabCount / 2 * 2;
+  for (int64_t slab = 0; slab < kWhole; slab += 2) {
+    for (int i = 0; i < 2; ++i) gathered.gather(fine, slab + i, i, refined.of_slab[slab + i]);
+    for (int pair = 0; pair < kPairs; ++pair) {
+      multiply.template operator()<2>(slab, pair);
+      const int64_t before = pair > 0 ? slab : slab - 2;
+      if (before >= 0) add.template operator()<2>(before, (pair + kPairs - 1) % kPairs, next);
     }
   }
-  constexpr int64_t kLast = num_slabs<Layer>() - 1;
-  scale_rows<Layer>(before, sums[kLast & 1], x, kLast * all + rows.first, rows.count, y);
+  if constexpr (kWhole > 0) add.template operator()<2>(kWhole - 2, kPairs - 1, next ^ 1);
+  if constexpr (kWhole < kSlabCount) {
+    gathered.gather(fine, kWhole, 0, refined.of_slab[kWhole]);
+    for (int pair = 0; pair < kPairs; ++pair) {
+      multiply.template operator()<1>(kWhole, pair);
+      add.template operator()<1>(kWhole, pair, next ^ 1);
+    }
+  }
   for (int64_t row = 0; row < rows.count; ++row) {
     for (int64_t i = 0; tile + i < end; ++i) {
-      finish<Layer>(at, rows.first + row, tile + i, _mm256_load_ps(y[row] + i * kTileRows));
+      const float* sums = y[i / 2][row] + i % 2 * kTileRows;
+      finish<Layer>(at, rows.first + row, tile + i, _mm256_load_ps(sums));
     }
+  }
+}
+
+// Some rows, at most kMostRows, of the tiles [begin, end).
+template <class Layer>
+static inline void q8_gemm_tiles(const Operands<Layer>& at, int64_t begin, int64_t end, Rows rows,
+                                 const Q8Rows& x, const Q8Rows& fine,
+                                 const RefinedRows<Layer>& refined) {
+  const AmxTiles tiles;
+  int64_t tile = begin;
+  for (; tile + 3 < end; tile += 4) {
+    q8_gemm_amx<Layer, 2>(at, tile, std::min(tile + 4, end), rows, x, fine, refined);
+  }
+  for (; tile < end; tile += 2) {
+    q8_gemm_amx<Layer, 1>(at, tile, std::min(tile + 2, end), rows, x, fine, refined);
   }
 }
 
