@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 
 from atsc.compiler.dims import Dim
 
+NIBBLES = ("int4", "uint4")
+"""Element types of which a byte holds two, the first in its low half."""
+
 
 @dataclass(frozen=True, slots=True)
 class GraphInput:
@@ -33,7 +36,7 @@ class Constant:
     dtype: str
     shape: tuple[int, ...]
     read: Callable[[], NDArray[Any]]
-    """bf16 as uint16 bit patterns; all else as numpy has it."""
+    """bf16 as uint16 bit patterns, 4-bit integers as flat bytes; all else as numpy has it."""
 
     @staticmethod
     def of(array: NDArray[Any]) -> Constant:
@@ -43,8 +46,10 @@ class Constant:
     @property
     def num_bytes(self) -> int:
         """As it is stored."""
-        element = 2 if self.dtype == "bfloat16" else np.dtype(self.dtype).itemsize
-        return int(np.prod(self.shape, dtype=np.int64)) * element
+        count = int(np.prod(self.shape, dtype=np.int64))
+        if self.dtype in NIBBLES:
+            return (count + 1) // 2
+        return count * (2 if self.dtype == "bfloat16" else np.dtype(self.dtype).itemsize)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,13 +26,20 @@ from atsc.codegen.graph.tensor import (
     Stored,
     Tensor,
     known_tensor,
+    linear,
     scalar_literal,
     stored,
 )
 from atsc.codegen.tail import ELEMENT_BYTES, ElementType
 from atsc.compiler.dims import Dim
 from atsc.compiler.errors import ModelError, UnsupportedError
-from atsc.compiler.tensor_graph import Constant, GraphInput, OnnxNode, TensorGraph
+from atsc.compiler.tensor_graph import (
+    NIBBLES,
+    Constant,
+    GraphInput,
+    OnnxNode,
+    TensorGraph,
+)
 
 Inputs = Sequence[Tensor | None]
 Rule = Callable[["Lowering", OnnxNode, list[Any]], "Tensor | tuple[Tensor | None, ...]"]
@@ -166,7 +173,34 @@ class Lowering:
         """A constant that a rule made."""
         return self._constant(f"{self.node}.{len(self.constants)}", Constant.of(array))
 
+    def constant_type(self, name: str) -> str:
+        """The element type that a constant has in the model: 4-bit integers are widened here.
+
+        Raises:
+            RefusedError: it is no constant.
+        """
+        if name not in self._constants:
+            raise RefusedError(f"its input {name} must be a constant")
+        return self._constants[name].dtype
+
+    def _nibbles(self, name: str, constant: Constant) -> Tensor:
+        """4-bit integers, which stay packed in memory, as integers of 8 bits."""
+        shape = tuple(Dim.of(size) for size in constant.shape)
+        size = constant.num_bytes
+        packed = Buffer(name, "uint8", (Dim.of(size),))
+        self.constants[packed] = Constant("uint8", (size,), constant.read)
+        is_signed = constant.dtype == "int4"
+
+        def at(code: Code, index: Index) -> str:
+            place = code.index(linear(code, shape, index))
+            bits = f"({code.load(packed, f'{place} / 2')} >> (int)({place} % 2) * 4 & 15)"
+            return f"(int8_t)(({bits} ^ 8) - 8)" if is_signed else f"(uint8_t){bits}"
+
+        return Tensor("int8" if is_signed else "uint8", shape, at, cost=3)
+
     def _constant(self, name: str, constant: Constant) -> Tensor:
+        if constant.dtype in NIBBLES:
+            return self._nibbles(name, constant)
         dtype = element_type(constant.dtype)
         shape = tuple(Dim.of(size) for size in constant.shape)
         count = int(np.prod(constant.shape, dtype=np.int64))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from atsc.codegen.graph import (
     along,
+    block_quantized,
     elementwise,
     gathers,
     linear,
@@ -26,6 +27,7 @@ RULES: Mapping[tuple[str, str], Rule] = {
     **resize.RULES,
     **along.RULES,
     **quantized.RULES,
+    **block_quantized.RULES,
     **recurrent.RULES,
 }
 """(domain, operator) -> rule."""

@@ -7,6 +7,7 @@ left; what depends on constants alone is computed here, by onnx's reference impl
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections import ChainMap
 from collections.abc import Callable, Iterable, MutableMapping
@@ -27,7 +28,13 @@ from onnx import helper
 from atsc.compiler.dims import Dim
 from atsc.compiler.errors import ModelError
 from atsc.compiler.importers.onnx.model_file import ModelFile, is_readable, open_model
-from atsc.compiler.tensor_graph import Constant, GraphInput, OnnxNode, TensorGraph
+from atsc.compiler.tensor_graph import (
+    NIBBLES,
+    Constant,
+    GraphInput,
+    OnnxNode,
+    TensorGraph,
+)
 
 _MOST_FOLDED_BYTES = 64 << 20
 _NEVER_FOLDED = ("RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike",
@@ -176,7 +183,8 @@ def _constant(file: ModelFile, name: str, tensor: onnx_ir.TensorProtocol | None)
     if tensor is None:
         raise ModelError(f"{file.path}: initializer {name} has no data")
     shape = tuple(int(size) for size in tensor.shape.numpy())
-    if isinstance(tensor, onnx_ir.ExternalTensor) and is_readable(tensor):
+    is_mapped = isinstance(tensor, onnx_ir.ExternalTensor) and is_readable(tensor)
+    if is_mapped or _type_name(tensor.dtype) in NIBBLES:
         source = file.source(tensor)
         return Constant(_type_name(tensor.dtype), shape, source.read)
     name_of_type = _type_name(tensor.dtype)
@@ -272,12 +280,24 @@ def _fold(
         return False
     if any(constants[name].dtype == "bfloat16" for name in inputs):
         return False
-    results = _evaluate(node, made, {name: constants[name].read() for name in inputs}, opsets)
+    given = {name: _array(constants[name]) for name in inputs}
+    results = _evaluate(node, made, given, opsets)
     if results is None or sum(result.nbytes for result in results) > _MOST_FOLDED_BYTES:
         return False
     for name, result in zip(made.outputs, results, strict=False):
         constants[name] = Constant.of(np.ascontiguousarray(result).reshape(result.shape))
     return True
+
+
+def _array(constant: Constant) -> NDArray[Any]:
+    """A constant's content as the reference takes it: 4-bit integers one by one."""
+    array = constant.read()
+    if constant.dtype not in NIBBLES:
+        return array
+    element = onnx_ir.DataType[constant.dtype.upper()]
+    pairs = np.stack([array & 15, array >> 4], axis=-1).reshape(-1)
+    codes = pairs[: math.prod(constant.shape)].reshape(constant.shape).astype(np.int8)
+    return (codes if constant.dtype == "uint4" else (codes ^ 8) - 8).astype(element.numpy())
 
 
 def _evaluate(
