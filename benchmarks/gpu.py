@@ -1,11 +1,12 @@
 """Measures plans on a GPU, all in one go, and writes a line of JSON after each step.
 
-    gpu.py [--out gpu.jsonl] [--steps 'limits,qwen3-14b/*'] [--threads 8] [--vram 6G] [--ctx 2560]
+    gpu.py [--out gpu.jsonl] [--only 'limits,qwen3-14b/*'] [--threads 8] [--vram 6G] [--ctx 2560]
 
 Steps: `limits` (what the machine allows), and for each model MODEL/make, MODEL/tensor (within
 --vram), MODEL/gpu (all of it on the GPU), MODEL/layer (whole layers within --vram). A plan's step
 compiles it, runs `atsc bench` (pp512, tg128, at depth 0 and 2048) with the process's peak VRAM
-watched, and compares with what `inspect` and `simulate` predicted and with the machine's limit.
+watched, and compares with what `inspect` and `simulate` predicted (with promotions, as `bench` has
+them) and with the machine's limit.
 
 The ablation of ATSInfer's Figure 15 runs the plan that is there in other ways:
 MODEL/layer+synchronous is its base; MODEL/tensor+synchronous has tensor placement,
@@ -15,8 +16,15 @@ a longer prompt. MODEL/tensor+load has its Figure 13: the time per token under e
 static and load-aware promotions. MODEL/tensor+series has its Figure 14: how busy the GPU and how
 fast the link were over a round, from a trace.
 
+Three steps look at what the product writes, and check it (gpu_product.py): MODEL/tensor+trace at
+the events of `run --trace`, MODEL/tensor+page at `inspect --html`, MODEL/tensor+profile at a plan
+compiled for the file of `profile`, which takes the place of the plan before it. Without a GPU, try
+them out with --target virtual.
+
 A model has one plan folder, so steps of a plan follow the step that compiles it; otherwise the more
 important steps come first, for runs that are ended in time.
+
+--models qwen3-8b has few steps: a plan within 4G and one on the GPU, and what the product writes.
 
 The packages run from this checkout, installed or not. Processes are bound to the first --threads
 cores that this one may use. A step that outlasts its budget is ended and reported; --total ends the
@@ -35,15 +43,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
+
+import gpu_product
 
 HERE = Path(__file__).resolve().parent
 PACKAGES = HERE.parent / ".links"
-MODELS = ("qwen3-14b", "qwen3-8b")
-POLICIES = ("tensor", "gpu", "layer")
 VARIANTS = {
     "pp2048": ("-p", "2048", "-n", "0"),
     "static": ("--transfer", "static"),
@@ -51,6 +60,7 @@ VARIANTS = {
     "synchronous": ("--transfer", "none", "--rounds", "synchronous"),
 }
 """Flags of `atsc bench`."""
+PRODUCT = ("trace", "page", "profile")
 NUM_SLICES = 40
 LIMITS_MIB = 2048
 SAMPLE_SECONDS = 0.02
@@ -71,6 +81,31 @@ class Clock:
     def left(self) -> float:
         """Seconds that may still be used."""
         return min(self.run_ends, self.step_ends) - time.monotonic()
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """What is done with a model: its budget, and after each policy's plan, what follows it."""
+
+    vram: str
+    policies: Mapping[str, tuple[str, ...]]
+
+
+ALL_STEPS = Steps(
+    "6G",
+    MappingProxyType(
+        {
+            "tensor": ("load", *VARIANTS, "series", *PRODUCT),
+            "gpu": (),
+            "layer": ("synchronous",),
+        }
+    ),
+)
+MODELS = {
+    "qwen3-14b": ALL_STEPS,
+    "qwen3-8b": Steps("4G", MappingProxyType({"tensor": PRODUCT, "gpu": ()})),
+}
+"""Others have all steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run = Run(args, Clock(time.monotonic() + args.total), {})
     steps = list(_selected(args))
     if not steps:
-        _say(f"no step matches {args.steps}; steps are {', '.join(s.name for s in _steps(args))}")
+        _say(f"no step matches {args.only}; steps are {', '.join(s.name for s in _steps(args))}")
         return 2
     failed = 0
     with Path(args.out).open("a", encoding="utf-8") as out:
@@ -198,6 +233,8 @@ def _do(step: Step, run: Run) -> Record:
         if run.clock.left() <= 0:
             raise StepError("no time left; give --total more seconds, or fewer --steps")
         found: Record = {"ok": True, **step.work(run)}
+        if not found["ok"]:
+            _say(f"{step.name}: {found['error']}")
     except StepError as error:
         found = {"ok": False, "error": str(error)}
         _say(f"{step.name} failed: {error}")
@@ -209,11 +246,11 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", default="gpu.jsonl", metavar="FILE", help="appended to")
-    parser.add_argument("--steps", default="*", metavar="PATTERN,...", help="which (all)")
+    parser.add_argument("--only", "--steps", default="*", metavar="PATTERN,...", help="steps (all)")
     parser.add_argument("--models", default=",".join(MODELS), metavar="NAME,...")
     parser.add_argument("--work", default="models", metavar="DIR", help="for models and plans")
     parser.add_argument("--threads", type=int, default=8, metavar="N")
-    parser.add_argument("--vram", default="6G", metavar="SIZE")
+    parser.add_argument("--vram", metavar="SIZE", help="6G; 4G for qwen3-8b")
     parser.add_argument("--ctx", type=int, default=2560, metavar="TOKENS")
     parser.add_argument("--target", default="auto", metavar="NAME|FILE")
     parser.add_argument("--chunk", type=int, default=512, metavar="TOKENS")
@@ -232,26 +269,46 @@ def _steps(args: argparse.Namespace) -> Iterator[Step]:
     yield Step("limits", 60, _limits)
     for model in args.models.split(","):
         yield Step(f"{model}/make", 240, lambda run, model=model: _make(run, model))
-        for policy in POLICIES:
+        for policy, names in _steps_of(model).policies.items():
             yield Step(
                 f"{model}/{policy}",
                 300,
                 lambda run, model=model, policy=policy: _plan(run, model, policy),
             )
-            if policy == "tensor":
-                yield Step(f"{model}/tensor+load", 240, lambda run, m=model: _load(run, m))
-            for name in {"tensor": tuple(VARIANTS), "layer": ("synchronous",)}.get(policy, ()):
+            for name in names:
                 yield Step(
                     f"{model}/{policy}+{name}",
-                    90,
-                    lambda run, m=model, p=policy, name=name: _variant(run, m, p, name),
+                    SECONDS.get(name, 90),
+                    lambda run, m=model, p=policy, name=name: _after(run, m, p, name),
                 )
-            if policy == "tensor":
-                yield Step(f"{model}/tensor+series", 60, lambda run, m=model: _series(run, m))
+
+
+SECONDS = {"load": 240, "series": 60, "profile": 240}
+"""Of steps that follow a plan."""
+
+
+def _steps_of(model: str) -> Steps:
+    return MODELS.get(model, ALL_STEPS)
+
+
+def _after(run: Run, model: str, policy: str, name: str) -> Record:
+    """A step that needs a plan."""
+    plan = _made_plan(run, model, policy)
+    if name in VARIANTS:
+        return _variant(run, policy, name, plan)
+    if name == "profile":
+        return gpu_product.look_at_profile(run, plan, run.folder(model))
+    work = {
+        "load": _load,
+        "series": _series,
+        "trace": gpu_product.look_at_trace,
+        "page": gpu_product.look_at_page,
+    }
+    return work[name](run, plan)
 
 
 def _selected(args: argparse.Namespace) -> Iterator[Step]:
-    patterns = args.steps.split(",")
+    patterns = args.only.split(",")
     for step in _steps(args):
         if any(fnmatch.fnmatchcase(step.name, pattern) for pattern in patterns):
             yield step
@@ -282,6 +339,7 @@ def _make(run: Run, model: str) -> Record:
     if made:
         options = ("--onnx", "--out", folder, "--ctx", max(4096, run.args.ctx))
         run.command(sys.executable, HERE / "make_model.py", model, *options)
+    gpu_product.write_tokenizer(folder)
     size = sum(path.stat().st_size for path in folder.glob("model.onnx*"))
     return {"made": made, "bytes": size}
 
@@ -292,7 +350,7 @@ def _plan(run: Run, model: str, policy: str) -> Record:
     if not (folder / "model.onnx").is_file():
         raise StepError(f"no model in {folder}; run step {model}/make first")
     plan = folder.parent / f"{folder.name}.atsplan"
-    budget = () if policy == "gpu" else ("--vram", args.vram)
+    budget = () if policy == "gpu" else ("--vram", args.vram or _steps_of(model).vram)
     compiled = run.atsc(
         *("compile", folder, "-o", plan, "--policy", policy, *budget, "--target", args.target),
         *("--ctx", args.ctx, "--chunk", args.chunk, "--threads", args.threads),
@@ -329,19 +387,18 @@ def _made_plan(run: Run, model: str, policy: str) -> Path:
     return plan
 
 
-def _variant(run: Run, model: str, policy: str, name: str) -> Record:
+def _variant(run: Run, policy: str, name: str, plan: Path) -> Record:
     """The plan that is there, run in another way; depth 0 alone."""
     args = run.args
-    plan = _made_plan(run, model, policy)
     tests = ("-p", args.p, "-n", args.n, "-r", args.r, "--threads", args.threads)
     bench = run.atsc("bench", plan, *tests, *VARIANTS[name])
     tokens = {row["test"]: row["avg_ts"] for row in bench["rows"]}
     return {"policy": policy, "tok_s": tokens, "samples": bench["rows"], "flags": VARIANTS[name]}
 
 
-def _load(run: Run, model: str) -> Record:
+def _load(run: Run, plan: Path) -> Record:
     """TPOT without and with each load; one that cannot be made does not hold up the others."""
-    args, plan = run.args, _made_plan(run, model, "tensor")
+    args = run.args
     options = ("-n", args.n, "--seconds", args.seconds, "--threads", args.threads)
     found: Record = {"load": [], "errors": {}}
     for load in args.loads.split(","):
@@ -349,15 +406,15 @@ def _load(run: Run, model: str) -> Record:
             found["load"] += run.atsc("bench", plan, "--load", load, *options)["rows"]
         except StepError as error:
             found["errors"][load] = str(error)
-            _say(f"{model}/tensor+load, {load}: {error}")
+            _say(f"{plan.stem}/tensor+load, {load}: {error}")
     if not found["load"]:
         raise StepError("; ".join(found["errors"].values()))
     return found
 
 
-def _series(run: Run, model: str) -> Record:
+def _series(run: Run, plan: Path) -> Record:
     """Busy shares and rates over the last prefill chunk and the last decode step."""
-    plan, trace = _made_plan(run, model, "tensor"), Path(run.args.work) / f"{model}-trace.json"
+    trace = plan.with_name(f"{plan.stem}-trace.json")
     tests = ("-p", run.args.p, "-n", 16, "-r", 1, "--threads", run.args.threads)
     run.atsc("bench", plan, *tests, "--trace", trace)
     events = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]
@@ -410,10 +467,10 @@ def _row(run: Run, plan: Path, shown: Any, row: Any) -> Record:
     depth = row["n_depth"] + (0 if row["n_prompt"] else count // 2)
     prompt = ("--prompt", count) if row["n_prompt"] else ()
     found = run.atsc("simulate", plan, "--depth", depth, *prompt) if shown["device"] else None
-    predicted = None
+    predicted = without = None
     if found:
-        prefill = count / found["prompt_ns"] * 1e9
-        predicted = prefill if row["n_prompt"] else found["decode"]["tokens_per_s"]
+        without = _predicted(found, row)
+        predicted = _predicted(found["dynamic"], row) if found["dynamic"] else without
     measured = row["avg_ts"]
     result = {
         "test": row["test"],
@@ -421,9 +478,17 @@ def _row(run: Run, plan: Path, shown: Any, row: Any) -> Record:
         "sd": row["stddev_ts"],
         "predicted_tok_s": predicted,
         "predicted_by_measured": _ratio(predicted, measured),
+        "predicted_tok_s_without_promotions": without,
     }
     limit = _decode_limit(run, _placement(shown)) if row["n_gen"] else None
     return {**result, "limit_tok_s": limit, "share_of_limit": _ratio(measured, limit)}
+
+
+def _predicted(rounds: Record, row: Record) -> float:
+    """Tokens a second of a test, from what `simulate` says of it."""
+    if row["n_prompt"]:
+        return float(row["n_prompt"] / rounds["prompt_ns"] * 1e9)
+    return float(rounds["decode"]["tokens_per_s"])
 
 
 def _decode_limit(run: Run, placement: Record) -> float | None:
@@ -451,6 +516,9 @@ def _table(records: dict[str, Record]) -> str:
             lines.append(f"| {name} | | {record['error']} | | | |")
         for test, rate in record.get("tok_s", {}).items():
             lines.append(f"| {name} | | {test} | {rate:.1f} | | |")
+        if checks := record.get("checks"):
+            right = sum(each["ok"] for each in checks)
+            lines.append(f"| {name} | | {right} of {len(checks)} checks are right | | | |")
         for row in record.get("load", ()):
             without, under = (row[key]["tpot_median_ms"] for key in ("without", "with"))
             change = f"TPOT {without:.1f} to {under:.1f} ms, {row['increase_percent']:+.0f} %"

@@ -15,8 +15,10 @@ import gpu
 import pytest
 from gpu_plan import MIB, Shape, write_gpu_plan
 
+from atsc.codegen.transfer_library import load_scheduler
 from atsc.compiler import cli, plan
 from atsc.passes.retarget import costs_of, scenario_of_rung
+from atsc.passes.transfer import with_transfer
 
 Record = dict[str, Any]
 
@@ -61,7 +63,7 @@ def test_a_step_that_fails_says_why(tmp_path: Path) -> None:
 
 
 def test_steps_are_selected_and_failures_are_written(tmp_path: Path) -> None:
-    code, found = run(tmp_path, "--steps", "a/tensor,*/gpu", "--models", "a,b")
+    code, found = run(tmp_path, "--only", "a/tensor,*/gpu", "--models", "a,b")
     assert code == 1
     assert [record["step"] for record in found] == ["a/tensor", "a/gpu", "b/gpu"]
     assert "run step a/make first" in found[0]["error"]
@@ -124,6 +126,7 @@ def measured_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str) 
     return gpu._plan(run, "m", policy)
 
 
+@pytest.mark.toolchain
 def test_what_a_plans_step_derives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = measured_plan(tmp_path, monkeypatch, "tensor")
     manifest = plan.load(tmp_path / "m.atsplan")
@@ -141,15 +144,43 @@ def test_what_a_plans_step_derives(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert decode["limit_tok_s"] == pytest.approx(limit)
     assert decode["share_of_limit"] == pytest.approx(100 / limit, abs=1e-4)
     assert prefill["limit_tok_s"] is None
+    scheduler = load_scheduler()
     for row, depth in ((decode, 64), (deep, 2048 + 64)):
         scenario = scenario_of_rung(manifest, costs_of(manifest, depth=depth))
-        assert row["predicted_tok_s"] == pytest.approx(scenario.decode().tokens_per_s)
+        without, alone = scenario.decode(), "predicted_tok_s_without_promotions"
+        assert row[alone] == pytest.approx(without.tokens_per_s)
+        moved = with_transfer(scenario, scheduler).decode()
+        assert row["predicted_tok_s"] == pytest.approx(moved.tokens_per_s)
         assert row["predicted_by_measured"] == pytest.approx(row["predicted_tok_s"] / 100, abs=1e-4)
-    chunk = scenario_of_rung(manifest, costs_of(manifest, depth=0)).prefill()
+    scenario = scenario_of_rung(manifest, costs_of(manifest, depth=0))
+    chunk = with_transfer(scenario, scheduler).prefill()
     assert prefill["predicted_tok_s"] == pytest.approx(chunk.tokens_per_s)
     table = gpu._table({"m/tensor": {"ok": True, **found}, "x": {"ok": False, "error": "why"}})
     assert "| m/tensor | 0.29 | pp512 | 100.0 ± 0.5 |" in table
     assert "| x | | why |" in table
+
+
+def test_predictions_are_with_promotions_where_there_are_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `bench` runs, that is."""
+    static = {"prompt_ns": 4e9, "decode": {"tokens_per_s": 10.0}}
+    moved = {"prompt_ns": 2e9, "decode": {"tokens_per_s": 15.0}}
+    args = gpu._parser().parse_args(["--work", str(tmp_path)])
+    run = gpu.Run(args, gpu.Clock(time.monotonic() + 60), {})
+    shown = {"device": {"kind": "cuda"}, "units": []}
+    row = {"test": "t", "n_depth": 0, "avg_ts": 12.0, "stddev_ts": 0.0}
+    for dynamic, reading, writing in ((moved, 256, 15), (None, 128, 10)):
+        document = {**static, "dynamic": dynamic}
+        monkeypatch.setattr(gpu.Run, "atsc", lambda *_, document=document: document)
+        for test, expected, without in (
+            ({"n_prompt": 512, "n_gen": 0}, reading, 128),
+            ({"n_prompt": 0, "n_gen": 128}, writing, 10),
+        ):
+            found = gpu._row(run, tmp_path, shown, {**row, **test})
+            assert found["predicted_tok_s"] == expected
+            assert found["predicted_tok_s_without_promotions"] == without
+            assert found["predicted_by_measured"] == pytest.approx(expected / 12, abs=1e-4)
 
 
 def test_everything_on_the_gpu_takes_no_budget(
@@ -173,10 +204,10 @@ def test_a_variant_wants_the_plan_of_its_policy(
         return {"rows": [{"test": "tg128", "avg_ts": 12.5}]}
 
     monkeypatch.setattr(gpu.Run, "atsc", atsc)
-    assert gpu._variant(run, "m", "tensor", "synchronous")["tok_s"] == {"tg128": 12.5}
+    assert gpu._after(run, "m", "tensor", "synchronous")["tok_s"] == {"tg128": 12.5}
     assert asked[0][-2:] == ("--rounds", "synchronous")
     with pytest.raises(gpu.StepError, match="run step m/layer first"):
-        gpu._variant(run, "m", "layer", "synchronous")
+        gpu._after(run, "m", "layer", "synchronous")
 
 
 def test_a_load_that_cannot_be_made_leaves_the_others(
@@ -194,7 +225,7 @@ def test_a_load_that_cannot_be_made_leaves_the_others(
     monkeypatch.setattr(gpu.Run, "atsc", atsc)
     args = gpu._parser().parse_args(["--work", str(tmp_path)])
     run = gpu.Run(args, gpu.Clock(time.monotonic() + 60, time.monotonic() + 60), {})
-    found = gpu._load(run, "m")
+    found = gpu._after(run, "m", "tensor", "load")
     assert ([row["load"] for row in found["load"]], found["errors"]) == (
         ["cpu=60"],
         {"gpu=60": "no GPU"},
@@ -204,7 +235,7 @@ def test_a_load_that_cannot_be_made_leaves_the_others(
     assert "| m/tensor+load | | gpu=60: no GPU |" in table
     args.loads = "gpu=60"
     with pytest.raises(gpu.StepError, match="no GPU"):
-        gpu._load(run, "m")
+        gpu._after(run, "m", "tensor", "load")
 
 
 def test_steps_of_a_plan_follow_it(tmp_path: Path) -> None:
@@ -216,6 +247,21 @@ def test_steps_of_a_plan_follow_it(tmp_path: Path) -> None:
         "m/gpu",
         "m/layer",
     ]
+    assert {"m/tensor+trace", "m/tensor+page", "m/tensor+profile"} < set(names)
+    few = [step.name for step in gpu._steps(gpu._parser().parse_args(["--models", "qwen3-8b"]))]
+    assert len(few) == 7 and "qwen3-8b/layer" not in few
+    assert gpu._steps_of("qwen3-8b").vram == "4G" and gpu._steps_of("m").vram == "6G"
+    places = {name: place for place, name in enumerate(names)}
+    assert places["m/gpu"] == places["m/tensor+profile"] + 1, "which leaves another plan behind"
+
+
+def test_failed_checks_fail_the_step(tmp_path: Path) -> None:
+    checks = [gpu.gpu_product.check("a", 2, 0, 1), gpu.gpu_product.check("b", 1, 0, 1)]
+    work = gpu.Step("s", 9, lambda run: gpu.gpu_product.judged(checks, figure=3))
+    found = done(tmp_path, work)
+    assert (found["ok"], found["error"], found["figure"]) == (False, "a is 2", 3)
+    table = gpu._table({"s": found})
+    assert "| s | | a is 2 |" in table and "1 of 2 checks are right" in table
 
 
 def test_a_series_splits_events_over_slices() -> None:
