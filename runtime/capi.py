@@ -23,6 +23,7 @@ MAX_RANK = 8
 
 WEIGHTS_MAP, WEIGHTS_READ = 0, 1
 TRANSFERS = ("load-aware", "static", "none")
+WAITS = ("load-aware", "yield", "hold")
 ROUNDS = ("graph", "launches", "synchronous")
 ROUND_KINDS = ("decode", "prefill")
 LOGITS_LAST, LOGITS_NONE, LOGITS_ALL, LOGITS_ROWS = range(4)
@@ -95,6 +96,7 @@ class PlanOptions(_Sized):
         ("drift_threshold", ctypes.c_double),
         ("reschedule_interval", ctypes.c_double),
         ("rounds", ctypes.c_int32),
+        ("waits", ctypes.c_int32),
     )
 
 
@@ -240,6 +242,7 @@ class Change(_Sized):
         ("adoption_ns", ctypes.c_int64),
         ("build_ns", ctypes.c_int64),
         ("reason", ctypes.c_char * REASON_BYTES),
+        ("holds_device", ctypes.c_int32),
     )
 
 

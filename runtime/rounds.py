@@ -57,11 +57,14 @@ class Change:
     """That the swap held up the rounds."""
     build_ns: int
     """That choosing and making the round ready took beside the rounds."""
+    holds_device: bool
+    """The rounds keep the GPU from other programs while they wait for the CPU."""
 
     def __str__(self) -> str:
+        holds = ", holds the GPU" if self.holds_device else ""
         return (
             f"{self.kind} promotes {self.num_promoted} units, "
-            f"{self.promoted_bytes / 2**20:.1f} MiB ({self.reason}); predicted: "
+            f"{self.promoted_bytes / 2**20:.1f} MiB{holds} ({self.reason}); predicted: "
             f"{self.after_ns / 1e6:.2f} ms instead of {self.before_ns / 1e6:.2f}"
         )
 
@@ -78,6 +81,7 @@ def change_of(found: capi.Change) -> Change:
         after_ns=found.after_ns,
         adoption_ns=found.adoption_ns,
         build_ns=found.build_ns,
+        holds_device=bool(found.holds_device),
     )
 
 

@@ -69,6 +69,13 @@ def add_transfer_flags(parser: argparse.ArgumentParser) -> None:
         metavar="ROUNDS",
         help="but not sooner than after the time of so many rounds (5)",
     )
+    parser.add_argument(
+        "--waits",
+        choices=("load-aware", "yield", "hold"),
+        default="load-aware",
+        help="whether other programs may have the GPU while decode waits for the CPU: yes, no, or "
+        "until they slow it down (the default)",
+    )
 
 
 def transfer_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -77,6 +84,7 @@ def transfer_options(args: argparse.Namespace) -> dict[str, Any]:
         "transfer": args.transfer,
         "drift_threshold": args.drift_threshold,
         "reschedule_interval": args.reschedule_interval,
+        "waits": args.waits,
     }
 
 

@@ -50,6 +50,9 @@ void check_options(const atsc_plan_options& options) {
   if (options.rounds < ATSC_ROUNDS_GRAPH || options.rounds > ATSC_ROUNDS_SYNCHRONOUS) {
     fail(ATSC_INVALID_ARGUMENT, "options.rounds is %d: expected ATSC_ROUNDS_*", options.rounds);
   }
+  if (options.waits < ATSC_WAITS_LOAD_AWARE || options.waits > ATSC_WAITS_HOLD) {
+    fail(ATSC_INVALID_ARGUMENT, "options.waits is %d: expected ATSC_WAITS_*", options.waits);
+  }
   const auto check_amount = [](double amount, const char* name) {
     if (amount >= 0 && amount < 1e9) return;
     fail(ATSC_INVALID_ARGUMENT, "options.%s is %g: expected a number above 0, or 0 for the default",
@@ -230,6 +233,8 @@ atsc_status plan_script_device(atsc_plan* plan, const char* what, double value,
       controls->set_link_rate(value, value);
     } else if (text == "cpu") {
       controls->set_host_slowdown(value);
+    } else if (text == "wake") {
+      controls->set_wake_ns(static_cast<int64_t>(value));
     } else if (text == "slowdown") {
       controls->set_slowdown(value);
     } else if (text.starts_with("kernel ")) {
@@ -237,7 +242,7 @@ atsc_status plan_script_device(atsc_plan* plan, const char* what, double value,
     } else if (text.starts_with("fault ")) {
       controls->fail_kernel(name);
     } else {
-      fail(ATSC_INVALID_ARGUMENT, "%s: expected link, slowdown, cpu, kernel NAME or fault NAME", what);
+      fail(ATSC_INVALID_ARGUMENT, "%s: expected link, slowdown, cpu, wake, kernel NAME or fault NAME", what);
     }
   });
 }

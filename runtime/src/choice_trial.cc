@@ -26,7 +26,8 @@ void ChoiceTrial::observe(const RoundTime& round) {
   if (std::abs(round.position - before.position) <= reach) after_.push_back(round);
 }
 
-void ChoiceTrial::begin() {
+void ChoiceTrial::begin(bool must_gain) {
+  must_gain_ = must_gain;
   if (!before_.empty()) {
     const int64_t position = before_.back().position;
     std::erase_if(before_, [&](const RoundTime& round) {
@@ -50,8 +51,8 @@ bool ChoiceTrial::was_better_before() {
                          1.0 / static_cast<double>(after_.size());
     const double error = kErrorOfMedian * std::max(jitter(before_), jitter(after_)) *
                          std::sqrt(sizes);
-    was_better = is_late ? excess > std::max(kSlower, 2 * error)
-                         : excess > std::max(kMuchSlower, 3 * error);
+    const double most = must_gain_ ? -kSlower : std::max(kSlower, 2 * error);
+    was_better = is_late ? excess > most : excess > std::max(kMuchSlower, 3 * error);
   }
   if (!was_better && !is_late) return false;
   is_under_way_ = false;

@@ -25,7 +25,8 @@ class ChoiceTrial {
   void observe(const RoundTime& round);
 
   // The next rounds run another choice. There is no trial if too little is known of this one.
-  void begin();
+  // `must_gain`: what costs others something must be faster, not only as fast.
+  void begin(bool must_gain = false);
   // Forgets all rounds; no trial.
   void reset() { *this = {}; }
 
@@ -42,7 +43,7 @@ class ChoiceTrial {
   static double jitter(const std::vector<RoundTime>& rounds);
 
   std::vector<RoundTime> before_, after_;  // the latest of the choice before; of this one
-  bool is_under_way_ = false;
+  bool is_under_way_ = false, must_gain_ = false;
   int num_rounds_ = 0;  // since the trial began
 
   static constexpr size_t kKept = 5, kLeastBefore = 3;

@@ -56,11 +56,12 @@ struct Step {
 
 class CudaRound : public Executable {
  protected:
-  CudaRound(CudaDevice& device, const CommandList& list, bool synchronous)
+  CudaRound(CudaDevice& device, const CommandList& list, BuildMode mode)
       : Executable(device, list),
         gpu_(device),
         context_(device.context()),
-        is_synchronous_(synchronous) {
+        is_synchronous_(mode == BuildMode::kSynchronous),
+        holds_device_(mode == BuildMode::kGraph && list.waits() == Waits::kHold) {
     if (device.hand_off() == nullptr) {
       fail(ATSC_PLAN_ERROR, "the plan has no hand-off kernels: compile the model again");
     }
@@ -78,13 +79,14 @@ class CudaRound : public Executable {
 
   CudaDevice& gpu_;
   const CudaContext& context_;
-  const bool is_synchronous_;
+  const bool is_synchronous_, holds_device_;
 
  private:
   void lower(const Command& command, std::vector<Step>& steps);
   void add_hand_off(Branch branch, const HandOffArgs& args, uint32_t blocks, unsigned threads,
                     std::vector<Step>& steps) const;
   void add_copy(const Command& command, std::vector<Step>& steps) const;
+  void add_held_wait(const Command& command, std::vector<Step>& steps) const;
   void add_hand_offs(const Command& command, std::vector<Step>& steps) const;
   void add_plain_hand_offs(const Command& command, std::vector<Step>& steps) const;
 };
@@ -124,6 +126,7 @@ void CudaRound::lower(const Command& command, std::vector<Step>& steps) {
     case Command::Kind::kStamp:
       return is_synchronous_ ? add_plain_hand_offs(command, steps) : add_hand_offs(command, steps);
     case Command::Kind::kWaitFlag:
+      if (holds_device_) return add_held_wait(command, steps);
       step.kind = Step::Kind::kWaitFlag;
       step.flag = command.flag;
       step.value = command.value;
@@ -148,6 +151,13 @@ void CudaRound::add_copy(const Command& command, std::vector<Step>& steps) const
     step.bytes = piece.bytes;
     steps.push_back(step);
   }
+}
+
+void CudaRound::add_held_wait(const Command& command, std::vector<Step>& steps) const {
+  HandOffArgs args{};
+  args.awaited = static_cast<const unsigned*>(as_operand(flag_address(command.flag)));
+  args.least = command.value;
+  add_hand_off(command.branch, args, 1, 32, steps);
 }
 
 void CudaRound::add_hand_offs(const Command& command, std::vector<Step>& steps) const {
@@ -247,7 +257,7 @@ class CudaGraph final : public CudaRound {
 };
 
 CudaGraph::CudaGraph(CudaDevice& device, const CommandList& list)
-    : CudaRound(device, list, false) {
+    : CudaRound(device, list, BuildMode::kGraph) {
   const CudaContext::Current current(context_);
   const cuda::Driver& driver = context_.driver();
   cuda::Graph graph = nullptr;
@@ -340,7 +350,7 @@ void CudaGraph::instantiate(cuda::Graph graph) {
 // synchronous, there is one branch, and that thread also waits for the stream at each send.
 class CudaLaunches final : public CudaRound {
  public:
-  CudaLaunches(CudaDevice& device, const CommandList& list, bool synchronous);
+  CudaLaunches(CudaDevice& device, const CommandList& list, BuildMode mode);
   ~CudaLaunches() override;
 
   bool is_graph() const override { return false; }
@@ -367,8 +377,8 @@ class CudaLaunches final : public CudaRound {
   std::atomic<bool> was_issued_{true};
 };
 
-CudaLaunches::CudaLaunches(CudaDevice& device, const CommandList& list, bool synchronous)
-    : CudaRound(device, list, synchronous) {
+CudaLaunches::CudaLaunches(CudaDevice& device, const CommandList& list, BuildMode mode)
+    : CudaRound(device, list, mode) {
   const CudaContext::Current current(context_);
   for (const Step& step : lower(list)) branches_[static_cast<int>(step.branch)].push_back(step);
   for (int point = 0; point < list.num_points(); ++point) {
@@ -518,13 +528,10 @@ void CudaLauncher::work() {
   }
 }
 
-std::unique_ptr<Executable> make_cuda_graph(CudaDevice& device, const CommandList& list) {
-  return std::make_unique<CudaGraph>(device, list);
-}
-
-std::unique_ptr<Executable> make_cuda_launches(CudaDevice& device, const CommandList& list,
-                                               bool synchronous) {
-  return std::make_unique<CudaLaunches>(device, list, synchronous);
+std::unique_ptr<Executable> make_cuda_round(CudaDevice& device, const CommandList& list,
+                                            BuildMode mode) {
+  if (mode == BuildMode::kGraph) return std::make_unique<CudaGraph>(device, list);
+  return std::make_unique<CudaLaunches>(device, list, mode);
 }
 
 }  // namespace atsc

@@ -13,9 +13,9 @@ namespace atsc {
 class CudaDevice;
 class CudaLaunches;
 
-std::unique_ptr<Executable> make_cuda_graph(CudaDevice& device, const CommandList& list);
-std::unique_ptr<Executable> make_cuda_launches(CudaDevice& device, const CommandList& list,
-                                               bool synchronous);
+// `mode`: one that the device and the list allow.
+std::unique_ptr<Executable> make_cuda_round(CudaDevice& device, const CommandList& list,
+                                            BuildMode mode);
 
 // The thread that issues launches. The thread that runs a round must not: a stream's queue holds
 // about a thousand commands, and when it is full behind a wait, a launch blocks until that wait is

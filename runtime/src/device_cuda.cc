@@ -307,9 +307,7 @@ uint64_t CudaDevice::scratch_bytes(KernelHandle kernel, const LaunchShape& shape
 }
 
 std::unique_ptr<Executable> CudaDevice::build(const CommandList& list, BuildMode mode) {
-  const BuildMode found = mode_of(list, mode);
-  if (found == BuildMode::kGraph) return make_cuda_graph(*this, list);
-  return make_cuda_launches(*this, list, found == BuildMode::kSynchronous);
+  return make_cuda_round(*this, list, mode_of(list, mode));
 }
 
 CudaLauncher& CudaDevice::launcher() {

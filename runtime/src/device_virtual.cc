@@ -83,6 +83,7 @@ class VirtualGpu final : public VirtualDevice {
   void set_kernel_ns(const std::string& prefix, int64_t ns) override;
   void set_slowdown(double factor) override { slowdown_ = std::max(factor, 1.0); }
   void set_host_slowdown(double factor) override { host_slowdown_ = std::max(factor, 1.0); }
+  void set_wake_ns(int64_t ns) override { wake_ns_ = ns; }
   void slow_down_host(int64_t begin_ns) const override {
     const double factor = host_slowdown_.load(std::memory_order_relaxed);
     if (factor <= 1) return;
@@ -114,6 +115,7 @@ class VirtualGpu final : public VirtualDevice {
   VirtualMemory memory_;
   Link to_device_, to_host_;
   std::atomic<double> slowdown_{1}, host_slowdown_{1};
+  std::atomic<int64_t> wake_ns_{0};
 
   std::mutex scripts_mutex_;
   std::map<std::string, int64_t> kernel_ns_;
@@ -136,6 +138,7 @@ class VirtualExecutable final : public Executable {
       : Executable(device, list),
         gpu_(device),
         is_graph_(mode == BuildMode::kGraph),
+        holds_device_(is_graph_ && list.waits() == Waits::kHold),
         device_bytes_(is_graph_ ? device.options_.graph_bytes : 0),
         points_(static_cast<size_t>(list.num_points())) {
     for (const Command& command : list.commands()) {
@@ -215,9 +218,13 @@ class VirtualExecutable final : public Executable {
       case Command::Kind::kStamp: put_stamp(command.stamp); return true;
       case Command::Kind::kWaitFlag: {
         const std::atomic<uint32_t>& flag = flags()[command.flag].value;
-        return wait_until([&] {
+        const auto is_raised = [&] {
           return static_cast<int32_t>(flag.load(std::memory_order_acquire) - command.value) >= 0;
-        });
+        };
+        if (is_raised()) return true;
+        if (!wait_until(is_raised)) return false;
+        if (!holds_device_) sleep_until(now_ns() + gpu_.wake_ns_);
+        return true;
       }
       case Command::Kind::kWaitPoint:
         return wait_until([&] { return bool{points_[static_cast<size_t>(command.point)]}; });
@@ -252,7 +259,7 @@ class VirtualExecutable final : public Executable {
   }
 
   VirtualGpu& gpu_;
-  const bool is_graph_;
+  const bool is_graph_, holds_device_;
   const uint64_t device_bytes_;
   std::vector<Command> branches_[kNumBranches];
   std::vector<bool> points_;

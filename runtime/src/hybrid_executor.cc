@@ -79,7 +79,7 @@ HybridRound& HybridExecutor::prepare(const RoundShape& shape, const SessionPlace
     // Another session's round brought the new choice, or the policy went back to the old one.
     if (known->version != adopted.version && platform::now_ns() >= remake_from_ns_) {
       maker_.submit({.place = &place, .shape = shape, .question = {}, .choice = adopted.choice,
-                     .version = adopted.version});
+                     .waits = adopted.waits, .version = adopted.version});
     }
     return *known;
   }
@@ -99,7 +99,7 @@ std::unique_ptr<HybridRound> HybridExecutor::make(const RoundShape& shape,
                                                   const SessionPlace& place) {
   const TransferPolicy::Adopted adopted = policy_.choice_of(shape);
   const auto make_it = [&](BuildMode mode) {
-    return maker_.make(place, shape, adopted.choice, adopted.version, mode);
+    return maker_.make(place, shape, adopted.choice, adopted.waits, adopted.version, mode);
   };
   if (shape.num_tokens <= kFewRows) {
     try {
@@ -140,12 +140,13 @@ void HybridExecutor::adopt_what_is_ready() {
 }
 
 void HybridExecutor::look_at_speeds(const HybridRound& round) {
-  policy_.observe(round.shape, record_, round.built.splits, round.version);
+  policy_.observe(round, record_);
   std::optional<TransferPolicy::Question> question = policy_.due(round.shape, record_.end_ns);
   if (!question) return;
   const int version = question->version;
+  const Waits waits = question->waits;
   maker_.submit({.place = round.place, .shape = round.shape, .question = std::move(question),
-                 .choice = {}, .version = version});
+                 .choice = {}, .waits = waits, .version = version});
 }
 
 void HybridExecutor::write_numbers(const Round& round) {

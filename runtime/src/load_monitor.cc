@@ -67,11 +67,13 @@ LoadMonitor::LoadMonitor(const Plan& plan, const TransferModel& model, double th
       gpu_(threshold),
       link_(threshold),
       hand_off_(threshold),
+      wake_(threshold),
       cpu_shares_(static_cast<size_t>(plan.num_units), 1),
       gpu_shares_(static_cast<size_t>(plan.num_units), 1) {}
 
-void LoadMonitor::observe(const RoundShape& shape, const RoundRecord& record,
-                          const Splits& splits) {
+void LoadMonitor::observe(const HybridRound& round, const RoundRecord& record) {
+  const RoundShape& shape = round.shape;
+  const Splits& splits = round.built.splits;
   const int64_t round_ns = record.end_ns - record.begin_ns;
   const auto change_ns = static_cast<double>(round_ns - recent_round_ns_) * kLatestRound;
   recent_round_ns_ = recent_round_ns_ == 0 ? round_ns
@@ -80,7 +82,7 @@ void LoadMonitor::observe(const RoundShape& shape, const RoundRecord& record,
   observe_cpu(shape, record, splits);
   observe_gpu(shape, record, splits);
   observe_link(record);
-  observe_hand_offs(record, splits);
+  observe_hand_offs(record, splits, round.waits);
   ++num_learned_;
 }
 
@@ -168,7 +170,8 @@ void LoadMonitor::observe_link(const RoundRecord& record) {
 
 // From the end of one side's part to the begin of the other's that it was waiting for. The clocks'
 // difference is known to microseconds, and its error goes into both directions with opposite signs.
-void LoadMonitor::observe_hand_offs(const RoundRecord& record, const Splits& splits) {
+void LoadMonitor::observe_hand_offs(const RoundRecord& record, const Splits& splits,
+                                    Waits waits) {
   double to_host_ns = 0, to_device_ns = 0;
   int num_to_host = 0, num_to_device = 0;
   for (size_t index = 0; index < record.segments.size(); ++index) {
@@ -194,12 +197,15 @@ void LoadMonitor::observe_hand_offs(const RoundRecord& record, const Splits& spl
   }
   const auto expected_ns = static_cast<double>(plan_.device.hand_off_ns);
   if (num_to_host == 0 || num_to_device == 0 || expected_ns <= 0) return;
-  const double mean_ns = (to_host_ns / num_to_host + to_device_ns / num_to_device) / 2;
+  const double to_device_mean_ns = to_device_ns / num_to_device;
+  const double mean_ns = (to_host_ns / num_to_host + to_device_mean_ns) / 2;
   hand_off_.observe(mean_ns / expected_ns, clock_ns_);
+  if (waits == Waits::kYield) wake_.observe(to_device_mean_ns / expected_ns, clock_ns_);
 }
 
 Drifts LoadMonitor::drifts() const {
-  return {cpu_.at(clock_ns_), gpu_.at(clock_ns_), link_.at(clock_ns_), hand_off_.at(clock_ns_)};
+  return {cpu_.at(clock_ns_), gpu_.at(clock_ns_), link_.at(clock_ns_), hand_off_.at(clock_ns_),
+          wake_.at(clock_ns_)};
 }
 
 Speeds LoadMonitor::speeds() const {

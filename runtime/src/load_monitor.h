@@ -9,8 +9,9 @@
 // A drift is a running mean. A sample that is far off does not count, for a round may be held up by
 // anything; four in a row on the same side are a change, and the mean begins anew with them. What is
 // far follows from how much samples jitter, and is at least the threshold. A drift
-// that rounds have not shown for a while (no copies, no link) is forgotten, so that the plan's own time
-// is tried again: that is the probe. Where trying shows it is as it was, the next one comes later.
+// that rounds have not shown for a while (no copies, no link; no yielding, no waking) is forgotten, so
+// that the plan's own time is tried again: that is the probe. Where trying shows it is as it was, the
+// next one comes later.
 //
 // Source: ATSInfer 4.4.3, Algorithm 3 (what it calls the profile that is updated at run time).
 #pragma once
@@ -52,14 +53,15 @@ class Drift {
 // Of the drifts at one moment.
 struct Drifts {
   double cpu = 1, gpu = 1, link = 1, hand_off = 1;
+  double wake = 1;  // of a hand-off to a device that yielded meanwhile
 };
 
 class LoadMonitor {
  public:
   LoadMonitor(const Plan& plan, const TransferModel& model, double threshold);
 
-  // A whole round of this shape.
-  void observe(const RoundShape& shape, const RoundRecord& record, const Splits& splits);
+  // A whole round.
+  void observe(const HybridRound& round, const RoundRecord& record);
 
   Drifts drifts() const;
   Speeds speeds() const;
@@ -75,14 +77,14 @@ class LoadMonitor {
   void observe_cpu(const RoundShape& shape, const RoundRecord& record, const Splits& splits);
   void observe_gpu(const RoundShape& shape, const RoundRecord& record, const Splits& splits);
   void observe_link(const RoundRecord& record);
-  void observe_hand_offs(const RoundRecord& record, const Splits& splits);
+  void observe_hand_offs(const RoundRecord& record, const Splits& splits, Waits waits);
   void add_part(double taken_ns);
   void add_unit(int unit, double expected_ns);
   void learn(std::vector<double>& shares, Drift& drift);
 
   const Plan& plan_;
   const TransferModel& model_;
-  Drift cpu_, gpu_, link_, hand_off_;
+  Drift cpu_, gpu_, link_, hand_off_, wake_;
   std::vector<double> cpu_shares_, gpu_shares_;  // of a unit: its own factor besides the drift
   std::vector<Part> parts_;  // of the side that is looked at; kept, so that rounds allocate nothing
   std::vector<int> units_;

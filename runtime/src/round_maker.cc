@@ -21,14 +21,17 @@ RoundMaker::~RoundMaker() {
 }
 
 std::unique_ptr<HybridRound> RoundMaker::make(const SessionPlace& place, const RoundShape& shape,
-                                              const Choice& choice, int version, BuildMode mode) {
+                                              const Choice& choice, Waits waits, int version,
+                                              BuildMode mode) {
   auto made = std::make_unique<HybridRound>();
   made->place = &place;
   made->shape = shape;
   made->version = version;
+  made->waits = waits;
   made->built = build_round(plan_, residency_, place, shape.num_tokens, shape.num_logit_rows, choice);
   made->program = executor_.compile(shape.num_tokens, shape.num_logit_rows, made->built.splits);
   if (!made->built.splits.runs.empty()) {
+    made->built.commands.set_waits(waits);
     made->executable = residency_.device().build(made->built.commands, mode);
   }
   return made;
@@ -118,7 +121,7 @@ RoundMaker::Result RoundMaker::fulfil(Order order) {
     }
     const auto mode = order.shape.num_tokens <= kFewRows ? BuildMode::kGraph : BuildMode::kLaunches;
     if (choice != nullptr) {
-      result.round = make(*order.place, order.shape, *choice, order.version, mode);
+      result.round = make(*order.place, order.shape, *choice, order.waits, order.version, mode);
     }
   } catch (const std::exception&) {
     result.has_failed = true;

@@ -25,7 +25,7 @@ class RoundMaker {
 
   // A round as it should be now. Any thread. Raises Failure: no memory on the device.
   std::unique_ptr<HybridRound> make(const SessionPlace& place, const RoundShape& shape,
-                                    const Choice& choice, int version, BuildMode mode);
+                                    const Choice& choice, Waits waits, int version, BuildMode mode);
 
   struct Order {
     const SessionPlace* place;
@@ -33,6 +33,7 @@ class RoundMaker {
     // Decide this first, and build only what is worthwhile; none: build `choice`.
     std::optional<TransferPolicy::Question> question;
     Choice choice;
+    Waits waits;
     int version;
     uint64_t number = 0;
   };

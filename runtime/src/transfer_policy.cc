@@ -15,6 +15,8 @@ constexpr int kRoundsToConfirm = 20;
 // The first steps of a process touch memory and wake clocks: they say little, also to compare with.
 constexpr int kFirstSteps = 10;
 constexpr int kRoundsToWait = 8;  // a drift takes four to follow
+// 50 us and more: no clock is so wrong, and another program's time slice takes longer.
+constexpr double kLateWake = 10;
 
 // "CPU 38 % slower", "link 2.4 times as fast"
 std::string change_text(const char* what, double assumed, double now) {
@@ -40,8 +42,7 @@ TransferPolicy::TransferPolicy(const Plan& plan, const Residency& residency,
       options_(options),
       model_(plan, residency),
       chooses_(options.choose_at_random ||
-               (options.mode != TransferMode::kNone && model_.has_times() &&
-                residency.num_slots() > 0)),
+               (options.mode != TransferMode::kNone && model_.has_times())),
       monitors_{LoadMonitor(plan, model_, options.drift_threshold),
                 LoadMonitor(plan, model_, options.drift_threshold),
                 LoadMonitor(plan, model_, options.drift_threshold)} {}
@@ -58,6 +59,18 @@ Choice TransferPolicy::plain_choice(const RoundShape& shape) const {
   return streaming_choice(plan_, residency_, shape.num_logit_rows >= stream_from);
 }
 
+Waits TransferPolicy::first_waits() const {
+  return options_.waits == WaitMode::kHold ? Waits::kHold : Waits::kYield;
+}
+
+// Long rounds leave the device no time to yield. What was found not to help is not asked again before
+// waking takes another time.
+Waits TransferPolicy::waits_for(const Adopted& adopted, const Drifts& now) const {
+  if (options_.waits != WaitMode::kLoadAware || class_of(adopted.shape) != 0) return adopted.waits;
+  if (now.wake <= kLateWake) return Waits::kYield;
+  return is_off(adopted.assumed.wake, now.wake) ? Waits::kHold : adopted.waits;
+}
+
 const TransferPolicy::Adopted& TransferPolicy::choice_of(const RoundShape& shape) {
   return find_or_choose(shape);
 }
@@ -72,13 +85,13 @@ TransferPolicy::Adopted& TransferPolicy::find_or_choose(const RoundShape& shape)
   if (adopted_.size() >= kMostAdopted) {
     adopted_.erase(std::ranges::min_element(adopted_, {}, &Adopted::last_used));
   }
-  Adopted made{.shape = shape, .choice = plain_choice(shape), .version = num_versions_++,
-               .last_used = num_uses_};
+  Adopted made{.shape = shape, .choice = plain_choice(shape), .waits = first_waits(),
+               .version = num_versions_++, .last_used = num_uses_};
   if (chooses_) {
     const LoadMonitor& monitor = monitors_[static_cast<size_t>(class_of(shape))];
     made.assumed = monitor.drifts();
-    const Question question{shape, made.version, made.choice, monitor.speeds(), made.assumed,
-                            "the plan's own times"};
+    const Question question{shape, made.version, made.choice, made.waits, made.waits,
+                            monitor.speeds(), made.assumed, "the plan's own times"};
     const int64_t begin_ns = platform::now_ns();
     Answer answer = decide(question, scheduler_);
     const int64_t taken_ns = platform::now_ns() - begin_ns;
@@ -93,14 +106,14 @@ TransferPolicy::Adopted& TransferPolicy::find_or_choose(const RoundShape& shape)
   return adopted_.back();
 }
 
-void TransferPolicy::observe(const RoundShape& shape, const RoundRecord& record,
-                             const Splits& splits, int version) {
+void TransferPolicy::observe(const HybridRound& round, const RoundRecord& record) {
   if (!chooses_ || options_.mode != TransferMode::kLoadAware) return;
+  const RoundShape& shape = round.shape;
   // Rounds of a few rows take their weights as those of one row do, but not quite so long.
   if (shape.num_tokens > 1 && shape.num_tokens <= kFewRows) return;
-  monitors_[static_cast<size_t>(class_of(shape))].observe(shape, record, splits);
+  monitors_[static_cast<size_t>(class_of(shape))].observe(round, record);
   const auto known = std::ranges::find(adopted_, shape, &Adopted::shape);
-  if (known == adopted_.end() || known->version != version) return;
+  if (known == adopted_.end() || known->version != round.version) return;
   ++known->num_rounds;
   known->rounds_to_wait = std::max(known->rounds_to_wait - 1, 0);
   known->trial.observe({record.end_ns - record.begin_ns, record.position, shape.num_tokens});
@@ -113,12 +126,16 @@ void TransferPolicy::go_back(Adopted& adopted) {
   answer.before_ns = adopted.trial.after_ns();
   answer.after_ns = adopted.trial.before_ns();
   adopted.choice = answer.choice = std::move(adopted.before);
+  const Waits present_waits = std::exchange(adopted.waits, adopted.waits_before);
+  const bool stops_holding = present_waits == Waits::kHold && adopted.waits == Waits::kYield;
   adopted.version = num_versions_++;
   adopted.trial.reset();
   adopted.rounds_to_wait = kRoundsToWait;
   adopted.rounds_to_confirm = 0;
-  log({.shape = adopted.shape, .version = adopted.version, .present = {}, .speeds = {},
-       .drifts = {}, .reason = "back: measured slower than before"},
+  log({.shape = adopted.shape, .version = adopted.version, .present = {},
+       .present_waits = present_waits, .waits = adopted.waits, .speeds = {}, .drifts = {},
+       .reason = stops_holding ? "back: measured no faster than before"
+                               : "back: measured slower than before"},
       answer, {});
 }
 
@@ -153,6 +170,12 @@ std::optional<TransferPolicy::Question> TransferPolicy::due(const RoundShape& sh
   if (is_early && !options_.choose_at_random) return std::nullopt;
   const Drifts drifts = monitor.drifts();
   std::string reason = reason_for(adopted.assumed, drifts);
+  const Waits waits = waits_for(adopted, drifts);
+  if (waits != adopted.waits) {
+    if (!reason.empty()) reason += ", ";
+    reason += waits == Waits::kHold ? change_text("GPU comes back", 1, drifts.wake)
+                                    : "the GPU may be free again";
+  }
   if (options_.choose_at_random) reason = "at random";
   if (!reason.empty()) {
     adopted.reason = reason;
@@ -164,8 +187,8 @@ std::optional<TransferPolicy::Question> TransferPolicy::due(const RoundShape& sh
     return std::nullopt;
   }
   adopted.asked_ns = now_ns;
-  return Question{shape, num_versions_++, adopted.choice, monitor.speeds(), drifts,
-                  std::move(reason)};
+  return Question{shape,  num_versions_++,  adopted.choice, adopted.waits,
+                  waits,  monitor.speeds(), drifts,         std::move(reason)};
 }
 
 TransferPolicy::Answer TransferPolicy::decide(const Question& question,
@@ -177,11 +200,22 @@ TransferPolicy::Answer TransferPolicy::decide(const Question& question,
     return answer;
   }
   answer.before_ns = model_.predict(scheduler, question.shape, question.speeds, question.present);
-  TransferSchedule found = model_.schedule(scheduler, question.shape, question.speeds);
-  answer.choice = std::move(found.choice);
-  answer.after_ns = found.round_ns;
+  if (question.waits != question.present_waits) {
+    // One thing at a time, so that the trial tells of it; promotions are thought over when it is known
+    // how long hand-offs take then. At best they take as long as planned.
+    Speeds speeds = question.speeds;
+    speeds.hand_off = 1;
+    answer.choice = question.present;
+    answer.after_ns = model_.predict(scheduler, question.shape, speeds, question.present);
+  } else {
+    TransferSchedule found = model_.schedule(scheduler, question.shape, question.speeds);
+    answer.choice = std::move(found.choice);
+    answer.after_ns = found.round_ns;
+  }
   const auto most_ns = static_cast<double>(answer.before_ns) * (1 - kWorthwhileGain);
-  answer.is_worthwhile = static_cast<double>(answer.after_ns) < most_ns;
+  const bool is_probe =
+      question.waits == Waits::kYield && question.present_waits == Waits::kHold;
+  answer.is_worthwhile = is_probe || static_cast<double>(answer.after_ns) < most_ns;
   return answer;
 }
 
@@ -192,8 +226,10 @@ void TransferPolicy::settle(const Question& question, const Answer& answer, cons
   known->asked_ns = now_ns;
   known->assumed = question.drifts;
   if (!answer.is_worthwhile) return;
-  if (!options_.choose_at_random) known->trial.begin();
+  const bool starts_to_hold = question.waits == Waits::kHold && known->waits == Waits::kYield;
+  if (!options_.choose_at_random) known->trial.begin(starts_to_hold);
   known->before = std::exchange(known->choice, answer.choice);
+  known->waits_before = std::exchange(known->waits, question.waits);
   known->version = question.version;
   log(question, answer, cost);
 }
@@ -213,6 +249,7 @@ void TransferPolicy::log(const Question& question, const Answer& answer, const C
   }
   change.before_ns = answer.before_ns;
   change.after_ns = answer.after_ns;
+  change.holds_device = question.waits == Waits::kHold;
   change.adoption_ns = cost.adoption_ns;
   change.build_ns = cost.build_ns;
   std::snprintf(change.reason, sizeof change.reason, "%s", question.reason.c_str());

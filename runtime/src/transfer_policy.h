@@ -10,6 +10,10 @@
 // A new choice is on trial (choice_trial.h): if rounds get slower than they were, the one before comes
 // back, and what is assumed stays, so that it is not given up again until speeds move.
 //
+// A choice also says how decode waits for the host. The device yields, until hand-offs show that another
+// program keeps it from coming back; then it is held, and set free again for a while from time to time,
+// to see whether the other one is gone.
+//
 //     rounds' thread    choice_of, observe, due, settle, put_off
 //     any thread        decide, take_change
 //
@@ -34,10 +38,13 @@ namespace atsc {
 
 enum class TransferMode : uint8_t { kLoadAware, kStatic, kNone };
 
+enum class WaitMode : uint8_t { kLoadAware, kYield, kHold };
+
 struct TransferOptions {
   TransferMode mode = TransferMode::kLoadAware;
   double drift_threshold = 0.15;
   double reschedule_interval = 5;  // in times of a recent round
+  WaitMode waits = WaitMode::kLoadAware;  // yields always unless `mode` is load-aware too
   // For tests: chooses after every round instead of the scheduler. Two threads call it.
   std::function<Choice(const RoundShape&)> choose_at_random = {};
 };
@@ -53,6 +60,7 @@ class TransferPolicy {
   struct Adopted {
     RoundShape shape;
     Choice choice;
+    Waits waits = Waits::kYield;
     int version = 0;             // no other choice has the same
     Drifts assumed = {};
     int64_t asked_ns = 0;        // when it was last thought over; 0: never
@@ -61,19 +69,19 @@ class TransferPolicy {
     int num_rounds = 0;          // seen
     ChoiceTrial trial = {};
     Choice before = {};          // what comes back if the trial says so
+    Waits waits_before = Waits::kYield;
     int rounds_to_wait = 0;      // until speeds are those of the choice that came back
     uint64_t last_used = 0;
   };
   const Adopted& choice_of(const RoundShape& shape);
 
-  // `version`: of the choice that the round ran with.
-  void observe(const RoundShape& shape, const RoundRecord& record, const Splits& splits,
-               int version);
+  void observe(const HybridRound& round, const RoundRecord& record);
 
   struct Question {
     RoundShape shape;
     int version;  // that the choice will have
     Choice present;
+    Waits present_waits, waits;  // as it is, and as it shall be
     Speeds speeds;
     Drifts drifts;
     std::string reason;
@@ -104,6 +112,8 @@ class TransferPolicy {
   int class_of(const RoundShape& shape) const;
   Adopted& find_or_choose(const RoundShape& shape);
   Choice plain_choice(const RoundShape& shape) const;
+  Waits first_waits() const;
+  Waits waits_for(const Adopted& adopted, const Drifts& now) const;
   std::string reason_for(const Drifts& assumed, const Drifts& now) const;
   bool is_off(double assumed, double now) const;
   void go_back(Adopted& adopted);

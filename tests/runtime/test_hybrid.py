@@ -408,7 +408,13 @@ def test_run_tells_when_promotions_change(
     assert cli.main(["run", str(folder), "-p", "abc", "-v", *flags, *more]) == 0
     (options,) = asked
     numbers = {"drift_threshold": 0.5, "reschedule_interval": 8}
-    assert options == {"transfer": transfer, "threads": 1, "vram": None, **numbers}
+    assert options == {
+        "transfer": transfer,
+        "threads": 1,
+        "vram": None,
+        "waits": "load-aware",
+        **numbers,
+    }
     told = re.findall(r"[\d.]+ s ago: decode promotes .*", capsys.readouterr().err)
     expected = r".* promotes \d+ units, \d+\.\d MiB \(.*CPU [\d.]+ times as slow.*\); predicted: .*"
     assert any(re.fullmatch(expected, line) for line in told) == (transfer == "load-aware"), told

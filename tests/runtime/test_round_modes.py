@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import get_args
 
@@ -11,7 +12,7 @@ import pytest
 from atsc.compiler.driver import CompileOptions, compile_model
 from atsc.compiler.errors import UsageError
 from atsc.passes import partition
-from atsc.runtime.loader import F32Array, Plan, Rounds, load
+from atsc.runtime.loader import F32Array, Plan, Rounds, Waits, load
 
 MODEL = Path(__file__).parents[1] / "data" / "llama3-int4-cpu"
 
@@ -49,6 +50,37 @@ def test_every_way_gives_the_bits_of_the_cpu(folder: Path, rounds: Rounds) -> No
 
 
 @pytest.mark.toolchain
+@pytest.mark.parametrize("waits", get_args(Waits))
+def test_a_device_that_comes_back_late_is_held(folder: Path, waits: Waits) -> None:
+    """Unless it shall yield; and a held one is not late. The logits are the same."""
+    wake_ns = 4e6
+    with load(folder, device=False) as plan:
+        expected, units = logits_of(plan), range(plan.num_units)
+    with load(folder, on_device=[bool(unit % 2) for unit in units], waits=waits) as plan:
+        with plan.session() as session:
+            session.prefill([3, 1, 4], logits="none")
+            for _ in range(12):
+                session.decode(1)
+            plan.script_device("wake", wake_ns)
+            taken_ns = []
+            for _ in range(30):
+                begin_ns = time.perf_counter_ns()
+                session.decode(5)
+                taken_ns.append(time.perf_counter_ns() - begin_ns)
+            plan.script_device("wake", 0)
+        assert np.array_equal(logits_of(plan), expected)
+        held = [change for change in plan.take_changes() if change.holds_device]
+    assert (min(taken_ns[:3]) > wake_ns) == (waits != "hold")
+    assert (min(taken_ns[-3:]) > wake_ns) == (waits == "yield")
+    if waits == "load-aware":
+        assert "GPU comes back" in held[0].reason and "holds the GPU" in str(held[0])
+    elif waits == "yield":
+        assert not held
+
+
+@pytest.mark.toolchain
 def test_an_unknown_way_is_refused(folder: Path) -> None:
     with pytest.raises(UsageError, match="rounds is 'fast': expected one of graph, launches"):
         load(folder, rounds="fast")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="waits is 'never': expected one of load-aware, yield"):
+        load(folder, waits="never")  # type: ignore[arg-type]

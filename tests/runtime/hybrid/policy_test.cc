@@ -5,6 +5,7 @@
 //     policy_test noise MINUTES SEED FILE    speeds jitter by 10 %: no more than a change a minute
 //     policy_test probe TRIALS SEED FILE     a link that nobody uses has recovered: it is tried again
 //     policy_test mistake TRIALS SEED FILE   choices slow rounds down for reasons that no model knows
+//     policy_test hold TRIALS SEED FILE      the device comes back late: it is held, while that helps
 //     policy_test options TRIALS SEED FILE   how large a change is one, and how soon the next
 //     policy_test overhead ROUNDS SEED FILE  what watching costs a round; constant speeds are no news
 //
@@ -57,6 +58,7 @@ class Machine {
   }
 
   double cpu = 1, gpu = 1, link = 1;  // factors of times
+  int64_t wake_ns = 0, held_ns = 0;   // more for a hand-off to the device, where it yielded or not
   // Of the CPU's times, and of a whole round, with other choices than `innocent`.
   double hidden_cpu = 1, hidden_round = 1;
   Choice innocent;
@@ -69,8 +71,7 @@ class Machine {
   }
 
   // Plays a round that begins now, and lets it pass.
-  RoundRecord run(const RoundShape& shape, const Choice& choice, const Splits& splits,
-                  Noise noise);
+  RoundRecord run(const HybridRound& round, const Choice& choice, Noise noise);
 
   int64_t now_ns = 1'000'000, position = 0;
   const Setup& setup_;
@@ -130,8 +131,9 @@ double beside_copies(double work_ns, double beside_ns) {
   return work_ns <= done ? work_ns / kCpuShare : beside_ns + work_ns - done;
 }
 
-RoundRecord Machine::run(const RoundShape& shape, const Choice& choice, const Splits& splits,
-                         Noise noise) {
+RoundRecord Machine::run(const HybridRound& round, const Choice& choice, Noise noise) {
+  const RoundShape& shape = round.shape;
+  const Splits& splits = round.built.splits;
   const bool is_innocent = units_of(choice) == units_of(innocent);
   const double cpu_now = cpu * noise() * (is_innocent ? 1 : hidden_cpu);
   const double gpu_now = gpu * noise(), link_now = link * noise();
@@ -161,7 +163,10 @@ RoundRecord Machine::run(const RoundShape& shape, const Choice& choice, const Sp
   for (int node = 0; node < setup_.plan.num_nodes; ++node) {
     const auto [on_device, index] = places[static_cast<size_t>(node)];
     const int64_t wait_ns = now_ns;
-    if (node > 0 && on_device != was_on_device) now_ns += setup_.plan.device.hand_off_ns;
+    if (node > 0 && on_device != was_on_device) {
+      now_ns += setup_.plan.device.hand_off_ns;
+      if (on_device) now_ns += round.waits == Waits::kYield ? wake_ns : held_ns;
+    }
     was_on_device = on_device;
     const int unit = model.unit_timed_at(node);
     const bool begins = !has_begun[on_device][index];
@@ -224,6 +229,13 @@ class Game {
   }
 
   size_t num_promoted() { return policy_.choice_of(shape).choice.size(); }
+  bool holds() { return policy_.choice_of(shape).waits == Waits::kHold; }
+  // Of a round, to the device, that do not wait for a copy.
+  int64_t num_hand_offs() const {
+    return std::ranges::count_if(round_.built.splits.runs, [](const auto& run) {
+      return run.steps.front().wait_segment > 0 && !run.steps.front().pulls.empty();
+    });
+  }
   const Choice& choice() { return policy_.choice_of(shape).choice; }
 
   // The latest change's; empty: none since the last call.
@@ -257,14 +269,14 @@ class Game {
       question_.reset();
     }
     const TransferPolicy::Adopted& adopted = policy_.choice_of(shape);
-    if (adopted.version != version_) {
-      splits_ = build_round(setup_.plan, *setup_.residency, *place_, shape.num_tokens,
-                            shape.num_logit_rows, adopted.choice)
-                    .splits;
-      version_ = adopted.version;
+    if (adopted.version != round_.version) {
+      round_.shape = shape;
+      round_.built = build_round(setup_.plan, *setup_.residency, *place_, shape.num_tokens,
+                                 shape.num_logit_rows, adopted.choice);
     }
-    policy_.observe(shape, machine_.run(shape, adopted.choice, splits_, noise), splits_,
-                    adopted.version);
+    round_.version = adopted.version;
+    round_.waits = adopted.waits;
+    policy_.observe(round_, machine_.run(round_, adopted.choice, noise));
     if (question_) return;
     question_ = policy_.due(shape, machine_.now_ns);
     delay_ = 2;
@@ -279,8 +291,8 @@ class Game {
   TransferScheduler scheduler_;
   SessionPlace* place_;
   std::optional<TransferPolicy::Question> question_;
-  Splits splits_;
-  int version_ = -1, delay_ = 0;
+  HybridRound round_{.version = -1};
+  int delay_ = 0;
 };
 
 void test_change(Random& random, const std::string& path, int num_trials) {
@@ -373,6 +385,47 @@ void test_mistake(Random& random, const std::string& path, int num_trials) {
   EXPECT(num_mistakes > num_trials / 3);
 }
 
+// Another program keeps a device that yields. It is held then, tried again later, and set free when
+// that one is gone. Where holding does not help, it yields on.
+void test_hold(Random& random, const std::string& path, int num_trials) {
+  for (int trial = 0; trial < num_trials; ++trial) {
+    Game game(random, path);
+    Machine& machine = game.machine();
+    game.play(40, 0.02);
+    if (game.num_hand_offs() == 0) continue;
+    EXPECT(!game.holds());
+    const bool helps = trial % 3 != 0;
+    machine.wake_ns = 1'500'000;
+    machine.held_ns = helps ? 100'000 : 1'500'000;
+    game.reason();
+    game.play(80, 0.02);
+    EXPECT(game.holds() == helps);
+    if (!helps) {
+      game.num_questions = 0;
+      game.play(1000, 0.02);
+      EXPECT(game.num_questions == 0);
+      continue;
+    }
+    EXPECT(game.reason().find("GPU comes back") != std::string::npos);
+    const int64_t begin_ns = machine.now_ns;
+    int num_held = 0, num_rounds = 0;
+    for (; machine.now_ns < begin_ns + 60'000'000'000; ++num_rounds) {
+      game.play(1, 0.02);
+      num_held += game.holds();
+    }
+    std::fprintf(stderr, "%d: held in %d of %d rounds\n", trial, num_held, num_rounds);
+    EXPECT(num_held > 0.9 * num_rounds && num_held < num_rounds);
+    machine.wake_ns = machine.held_ns = 0;
+    const int64_t gone_ns = machine.now_ns;
+    while (game.holds()) {
+      game.play(1, 0.02);
+      EXPECT(machine.now_ns < gone_ns + 100'000'000'000);
+    }
+    game.play(1000, 0.02);
+    EXPECT(!game.holds());
+  }
+}
+
 // A threshold of 50 % lets a change of 35 % pass; an interval of 200 rounds holds the next question up.
 void test_options(Random& random, const std::string& path, int num_trials) {
   for (int trial = 0; trial < num_trials; ++trial) {
@@ -419,18 +472,18 @@ void test_overhead(Random& random, const std::string& path, int num_rounds) {
     choice.push_back({unit, static_cast<int>(choice.size() % 2), -1});
   }
   const RoundShape shape{1, 1};
-  const Splits splits = build_round(setup.plan, *setup.residency, *setup.residency->take_place(), 1,
-                                    1, choice)
-                            .splits;
+  HybridRound round{.shape = shape};
+  round.built = build_round(setup.plan, *setup.residency, *setup.residency->take_place(), 1, 1, choice);
+  const Splits& splits = round.built.splits;
   EXPECT(splits.segments.size() >= 50 && splits.runs.size() >= 50);
   std::vector<int64_t> taken_ns;
   int num_questions = 0;
-  for (int round = 0; round < num_rounds; ++round) {
-    const int version = policy.choice_of(shape).version;
-    const RoundRecord record = machine.run(shape, choice, splits, {random, 0.02});
+  for (int count = 0; count < num_rounds; ++count) {
+    round.version = policy.choice_of(shape).version;
+    const RoundRecord record = machine.run(round, choice, {random, 0.02});
     EXPECT(record.copies.size() == kPromoted);
     const int64_t begin_ns = platform::now_ns();
-    policy.observe(shape, record, splits, version);
+    policy.observe(round, record);
     const auto question = policy.due(shape, machine.now_ns);
     taken_ns.push_back(platform::now_ns() - begin_ns);
     if (!question) continue;
@@ -457,6 +510,7 @@ int main(int argc, char** argv) {
   if (name == "change") test_change(random, argv[4], count);
   if (name == "noise") test_noise(random, argv[4], count);
   if (name == "probe") test_probe(random, argv[4], count);
+  if (name == "hold") test_hold(random, argv[4], count);
   if (name == "mistake") test_mistake(random, argv[4], count);
   if (name == "options") test_options(random, argv[4], count);
   if (name == "overhead") test_overhead(random, argv[4], count);
