@@ -20,7 +20,7 @@ _BIG = np.iinfo(np.int64).max
 class Spelling:
     """What a decoder has, and how it is written; the first word of each comment is the default."""
 
-    mask: str = "additive"  # boolean, both; wrong ones: future, ahead, padding, biased
+    mask: str = "additive"  # boolean; wrong: future, ahead, blind (not oneself), padding, biased
     window: int = 0
     rope: str = "halves"  # pairs, partial, chunks (partial, no turned copy),
     # glm (partial pairs), ernie (pairs, as GLM has them),
@@ -144,8 +144,8 @@ class Decoder:
         if self.s.whole_mask:
             row = "position_ids"
         row = self.op("Reshape", row, self.ints(-1, 1))
-        if self.s.mask == "ahead":
-            row = self.op("Add", row, one)
+        if self.s.mask in ("ahead", "blind"):
+            row = self.op("Add" if self.s.mask == "ahead" else "Sub", row, one)
         seen = self.op("LessOrEqual", key, row)
         if self.s.window:
             first = self.op("Sub", row, self.const(self.s.window, np.int64))

@@ -10,23 +10,21 @@ import dataclasses
 import math
 import warnings
 from collections import ChainMap
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
-import onnx.defs
-import onnx.inliner
 import onnx.reference
-import onnx.shape_inference
 import onnx_ir
 from numpy.typing import NDArray
 from onnx import helper
 
 from atsc.compiler.dims import Dim
 from atsc.compiler.errors import ModelError
+from atsc.compiler.importers.onnx.functions import HasRule, expanded, key_of
 from atsc.compiler.importers.onnx.model_file import ModelFile, is_readable, open_model
 from atsc.compiler.tensor_graph import (
     NIBBLES,
@@ -43,8 +41,6 @@ _TYPE_NAMES = {
     onnx_ir.DataType.FLOAT: "float32",
     onnx_ir.DataType.DOUBLE: "float64",
 }
-HasRule = Callable[[str, str], bool]
-"""(domain, operator) -> whether code generation knows it."""
 
 
 def import_general(path: Path, has_rule: HasRule) -> TensorGraph:
@@ -82,7 +78,7 @@ def looks_like_decoder(path: Path) -> bool:
 
 
 def _to_graph(file: ModelFile, has_rule: HasRule) -> TensorGraph:
-    model = _expanded(file, has_rule)
+    model = expanded(file, has_rule)
     graph = model.graph
     try:
         graph.sort()
@@ -97,63 +93,6 @@ def _to_graph(file: ModelFile, has_rule: HasRule) -> TensorGraph:
         inputs=tuple(_inputs(file, graph)),
         source_files=tuple(map(str, dict.fromkeys([file.path, *sorted(file.data_files())]))),
         companion_files=tuple(map(str, file.companions)),
-    )
-
-
-def _expanded(file: ModelFile, has_rule: HasRule) -> onnx_ir.Model:
-    """With functions as their bodies, where they have no rule."""
-    model = file.model
-    kept = {(node.domain, node.op_type) for node in model.graph if has_rule(*_key(node))}
-    opset = model.opset_imports.get("", 1) or 1
-    if not model.functions and all(
-        _key(node) in kept or not _has_body(*_key(node), opset) for node in model.graph
-    ):
-        return model
-    proto = onnx_ir.serde.serialize_model(model)
-    _write_defaults(proto.graph.node, opset)
-    rules = [
-        ("ai.onnx" if not schema.domain else schema.domain, schema.name)
-        for schema in onnx.defs.get_all_schemas()
-        if has_rule(schema.domain, schema.name)
-    ]
-    rules += [("", name) for domain, name in rules if domain == "ai.onnx"]
-    try:
-        # Bodies of some functions depend on the types of their inputs.
-        proto = onnx.shape_inference.infer_shapes(proto)
-        inlined = onnx.inliner.inline_selected_functions(
-            proto, rules, exclude=True, inline_schema_functions=True
-        )
-    except Exception as error:  # the inliner is C++ and has no type for its errors
-        raise ModelError(f"{file.path}: its functions cannot be expanded ({error})") from error
-    result = onnx_ir.serde.deserialize_model(inlined)
-    onnx_ir.external_data.set_base_dir(result.graph, file.path.parent)
-    return result
-
-
-def _write_defaults(nodes: Iterable[onnx.NodeProto], opset: int) -> None:
-    """Give functions their default attributes, which the inliner takes for absent ones."""
-    for node in nodes:
-        if node.domain not in ("", "ai.onnx") or not _has_body("", node.op_type, opset):
-            continue
-        given = {attribute.name for attribute in node.attribute}
-        schema = onnx.defs.get_schema(node.op_type, opset, "")
-        for name, attribute in schema.attributes.items():
-            if name not in given and attribute.default_value.name:
-                node.attribute.append(attribute.default_value)
-
-
-def _key(node: onnx_ir.Node) -> tuple[str, str]:
-    return ("" if node.domain == "ai.onnx" else node.domain, node.op_type)
-
-
-def _has_body(domain: str, op: str, opset: int) -> bool:
-    try:
-        schema = onnx.defs.get_schema(op, opset, domain)
-    except onnx.defs.SchemaError:
-        return False
-    # onnx's type stubs lack both.
-    return any(
-        getattr(schema, f"has_{kind}") for kind in ("function", "context_dependent_function")
     )
 
 
@@ -237,7 +176,7 @@ class _Reader:
     def _node(
         self, node: onnx_ir.Node, name: str, constants: MutableMapping[str, Constant]
     ) -> OnnxNode:
-        domain, op = _key(node)
+        domain, op = key_of(node)
         return OnnxNode(
             name=name,
             op=op,

@@ -127,6 +127,8 @@ REFUSED = {
     "one place too far": (Spelling(cache="late"), "is not causal attention"),
     "future": (Spelling(mask="future"), "its mask is not causal"),
     "one ahead": (Spelling(mask="ahead"), "its mask is not causal"),
+    "a first row that sees nothing": (Spelling(mask="blind"), "its mask is not causal"),
+    "that row in Attention": (Spelling(fused="rows", mask="blind"), "its mask is not causal"),
     "padding only": (Spelling(mask="padding"), "its mask is not causal"),
     "ALiBi": (Spelling(mask="biased"), "values that are neither 0 nor -infinity"),
     "dynamic": (Spelling(rope="dynamic"), "do not depend on the position alone"),
