@@ -29,6 +29,7 @@ from atsc.compiler.ir import (
     Weight,
 )
 from atsc.compiler.profiling import MeasuredTimer, measuring
+from atsc.passes.annotate import Annotation
 from atsc.passes.placement import Side
 from atsc.targets.target import Target, resolve
 
@@ -126,6 +127,8 @@ def _measured(b: Compilation, timer: MeasuredTimer) -> Target:
         return found
     vram, gpu_ops = rates(Side.GPU)
     link = timer.link_profile()
+    to_gpu, to_cpu = timer.link(Side.GPU), timer.link(Side.HOST)
+    fixed = b.fixed_bytes(Annotation((), (), to_gpu, to_cpu, timer.fixed_device_bytes()))
     return dataclasses.replace(
         found,
         ram_read_shared_bytes_per_s=read / link["cpu_slowdown"],
@@ -133,4 +136,5 @@ def _measured(b: Compilation, timer: MeasuredTimer) -> Target:
         gpu_ops_per_s=gpu_ops,
         h2d_bytes_per_s=link["to_device_bytes_per_s"],
         hand_off_ns=max(link["hand_off_to_device_ns"], link["hand_off_to_host_ns"]),
+        gpu_context_bytes=fixed.context,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,20 +10,27 @@ import pytest
 
 from atsc.compiler import cli, machine_profile
 from atsc.compiler.invariants import check_graph
+from atsc.compiler.profiling import MeasuredTimer
 from atsc.passes.annotate import rates_of
-from atsc.targets.target import load
+from atsc.targets.target import load, resolve
+
+DRIVER = 500 << 20
 
 
 def test_the_probe_is_a_valid_graph() -> None:
     check_graph(machine_profile.probe_graph())
 
 
+def make_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("HIDDEN", 256), ("INNER", 2560), ("LAYERS", 2), ("VOCAB", 512)):
+        monkeypatch.setattr(machine_profile, name, value)
+
+
 @pytest.mark.toolchain
 def test_profile_writes_a_target_that_rooflines_are_made_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in (("HIDDEN", 256), ("INNER", 2560), ("LAYERS", 2), ("VOCAB", 512)):
-        monkeypatch.setattr(machine_profile, name, value)
+    make_small(monkeypatch)
     file = tmp_path / "here.toml"
     assert cli.main(["profile", "-o", str(file), "--threads", "1", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)["target"]
@@ -34,6 +42,22 @@ def test_profile_writes_a_target_that_rooflines_are_made_of(
     assert 1e9 < (target.cpu_ops_per_s or 0) < 1e14
     if target.gpu:
         assert rates_of(target).gpu_bytes_per_s == target.vram_read_bytes_per_s
+
+
+@pytest.mark.toolchain
+def test_a_profile_says_what_the_gpus_driver_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or plans for its file take more VRAM than they may. The virtual device has no driver."""
+    make_small(monkeypatch)
+    here = dataclasses.replace(resolve("virtual"), source="detected")
+    monkeypatch.setattr(machine_profile, "resolve", lambda name: here)
+    measured = MeasuredTimer.fixed_device_bytes
+    monkeypatch.setattr(MeasuredTimer, "fixed_device_bytes", lambda timer: measured(timer) + DRIVER)
+    found = machine_profile.profile_machine(tmp_path, threads=1)
+    assert DRIVER <= found.gpu_context_bytes < DRIVER + (4 << 20)
+    rates = rates_of(found)
+    assert min(rates.gpu_bytes_per_s, rates.gpu_ops_per_s, rates.link_bytes_per_s) > 1e6
 
 
 def test_a_missing_folder_is_named(capsys: pytest.CaptureFixture[str]) -> None:
