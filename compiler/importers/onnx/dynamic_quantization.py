@@ -68,7 +68,7 @@ def _rewrite_gather(graph: onnx_ir.Graph, node: onnx_ir.Node) -> None:
     if gather is None or gather.domain or gather.op_type != "Gather":
         return
     table, scale = gather.inputs[0], node.inputs[1]
-    if table is None or table.const_value is None or scale is None or scale.const_value is None:
+    if table is None or not _is_constant(table) or scale is None or scale.const_value is None:
         return
     if scale.const_value.size != 1 or "block_size" in node.attributes:
         return
@@ -87,6 +87,15 @@ def _replace(graph: onnx_ir.Graph, old: onnx_ir.Node, made: onnx_ir.Node) -> Non
     after.name, after.type, after.shape = name, before.type, before.shape
     graph.insert_before(old, made)
     onnx_ir.convenience.replace_all_uses_with(before, after, replace_graph_outputs=True)
+
+
+def _is_constant(value: onnx_ir.Value) -> bool:
+    """Whether a value is a constant, or one turned round."""
+    maker = value.producer()
+    if maker is None or maker.op_type == "Constant":
+        return value.const_value is not None
+    source = maker.inputs[0] if maker.op_type in ("Transpose", "Identity") else None
+    return source is not None and _is_constant(source)
 
 
 def _only_reader(value: onnx_ir.Value, op_type: str) -> onnx_ir.Node | None:

@@ -298,3 +298,36 @@ def test_an_export_of_the_builder(export: Callable[[str], Path], level: int) -> 
     error = np.linalg.norm(logits - expected["logits"]) / np.linalg.norm(expected["logits"])
     assert error <= (2e-3 if level == 1 else 4e-2)
     assert np.mean(logits.argmax(1) == expected["logits"].argmax(1)) >= 0.9
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(
+    ("rows_first", "per_row"), [(False, False), (False, True), (True, False)]
+)  # gathered rows do not tell which scale is theirs
+def test_a_dynamic_head_tied_to_the_table(rows_first: bool, turned: bool, per_row: bool) -> None:
+    """MatMulInteger of the codes that the table is gathered from, stored either way round."""
+    rng = np.random.default_rng(0)
+    decoder = MiniDecoder(np.zeros((7, 1), np.float32), opset=21)
+    decoder.nodes.clear()
+    integers(decoder, rng, "stored", TensorProto.UINT8, (32, 7) if turned else (7, 32))
+    decoder.node("Transpose", ["stored"], ["flipped"], perm=[1, 0])
+    codes, head = ("flipped", "stored") if turned else ("stored", "flipped")
+    sizes = (7,) if per_row else ()
+    scales = decoder.constant("scales", rng.uniform(0.01, 0.02, sizes).astype(np.float32))
+    integers(decoder, rng, "points", TensorProto.UINT8, sizes)
+    if rows_first:
+        decoder.node("Gather", [codes, "input_ids"], ["taken"])
+        decoder.node("DequantizeLinear", ["taken", scales, "points"], ["x"])
+    else:
+        decoder.node("DequantizeLinear", [codes, scales, "points"], ["floats"], axis=0)
+        decoder.node("Gather", ["floats", "input_ids"], ["x"])
+    decoder.node("DynamicQuantizeLinear", ["x"], ["q", "q_scale", "q_point"])
+    decoder.node("MatMulInteger", ["q", head, "q_point", "points"], ["sum"])
+    decoder.node("Cast", ["sum"], ["wide"], to=TensorProto.FLOAT)
+    decoder.node("Mul", ["q_scale", scales], ["both"], name="both_scales")
+    decoder.node("Mul", ["wide", "both"], ["logits"])
+    graph = decoder.imported()
+    assert [weight.format for weight in graph.weights.values()] == [BlockFormat(8, 256, True)]
+    theirs = decoder.onnxruntime([np.arange(7)])
+    ours = Interpreter(optimise(graph)).round(np.arange(7))
+    assert np.linalg.norm(ours - theirs) <= 2e-2 * np.linalg.norm(theirs)
