@@ -88,13 +88,13 @@ def import_onnx(
     lowering.raise_problems()
     rewrite_dynamic_quantization(graph)
     _sort(file)
-    refused = canonicalize(graph, _input_kinds(lowering, graph), _context_length(lowering))
+    found = canonicalize(graph, _input_kinds(lowering, graph), _context_length(lowering))
     _sort(file)
     RemoveUnusedNodesPass()(file.model)
     _bind_inputs(lowering, graph)
-    _lower_body(lowering, graph, refused)
+    _lower_body(lowering, graph, found.refused)
     lowering.raise_problems()
-    return _finish(lowering, graph)
+    return _finish(lowering, graph, found.places)
 
 
 def _lower_body(lowering: Lowering, graph: onnx_ir.Graph, refused: Mapping[str, str]) -> None:
@@ -182,8 +182,8 @@ def _bind_tensor(lowering: Lowering, name: str, tensor: onnx_ir.TensorProtocol) 
         lowering.bind(name, Constant(name, shape, tensor.dtype, source))
 
 
-def _finish(lowering: Lowering, graph: onnx_ir.Graph) -> Graph:
-    """The Graph of what was lowered, checked."""
+def _finish(lowering: Lowering, graph: onnx_ir.Graph, places: int | None) -> Graph:
+    """The Graph of what was lowered, checked; its caches may have a number of places."""
     path = lowering.file.path
     logits = _logits(lowering, graph)
     ids = Value("input_ids", TensorType(DType.I32, (TOKENS,)))
@@ -191,7 +191,7 @@ def _finish(lowering: Lowering, graph: onnx_ir.Graph) -> Graph:
     values = infer_values((ids,), nodes, lowering.weights)
     read = {name for node in nodes for name in node.inputs}
     result = Graph(
-        info=_model_info(lowering, logits.width),
+        info=_model_info(lowering, logits.width, places),
         inputs=(ids,),
         outputs=(Value(logits.name, values[logits.name]),),
         nodes=nodes,
@@ -246,11 +246,12 @@ def _say_limit(lowering: Lowering, length: int | None) -> None:
     )
 
 
-def _model_info(lowering: Lowering, vocab_size: int) -> ModelInfo:
+def _model_info(lowering: Lowering, vocab_size: int, places: int | None) -> ModelInfo:
     """What the configuration files beside the model say, with what the graph says as fallback."""
     file, config = lowering.file, _configuration(lowering)
     folder, length = file.path.parent, _context_length(lowering)
-    lengths = [*([length] if length else []), *lowering.rope_rows, *lowering.length_limits]
+    limits = [*lowering.rope_rows, *lowering.length_limits]
+    lengths = [n for n in (length, places, *limits) if n]
     if not lengths:
         raise ModelError(
             f"{file.path}: cannot tell the context length: "

@@ -113,7 +113,8 @@ class _Found:
 
 def _rewrite(editor: Editor, angles: Angles, region: Region) -> None:
     if region.capacity:
-        editor.context_length = min(editor.context_length or region.capacity, region.capacity)
+        editor.places = min(editor.places or region.capacity, region.capacity)
+        editor.context_length = min(editor.context_length or editor.places, editor.places)
     q = _side(editor, angles, region.query, region.heads, region.size)
     k = _side(editor, angles, region.keys.new, region.kv_heads, region.size)
     v = _side(editor, angles, region.values.new, region.kv_heads, region.size)

@@ -17,6 +17,7 @@ values (rounds.py). To add one: a module with `rewrite_NAME(editor)`, and a line
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import onnx_ir
 
@@ -41,9 +42,20 @@ _REWRITES = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Canonicalized:
+    """What there is to say of a graph that was rewritten."""
+
+    refused: Mapping[str, str]
+    """Why an attention was not rewritten, by name of its Softmax or Attention node; empty for the
+    nodes around it, which need no message of their own."""
+    places: int | None
+    """The most tokens that caches of a fixed size have room for; None: they grow."""
+
+
 def canonicalize(
     graph: onnx_ir.Graph, kinds: Mapping[str, str], context_length: int | None
-) -> Mapping[str, str]:
+) -> Canonicalized:
     """Rewrite a graph in place; unused nodes are left for the caller to remove.
 
     Args:
@@ -51,10 +63,6 @@ def canonicalize(
         kinds: what each input is: ids, mask, positions, past, flag, or anything else.
         context_length: positions for which tables are made; None: as many as there are in the
             graph, at most `rope.DEFAULT_POSITIONS`.
-
-    Returns:
-        Why an attention was not rewritten, by name of its Softmax or Attention node; empty for the
-        nodes around it, which need no message of their own.
     """
     for node in graph:
         if node.op_type == "Constant" and not node.domain and "value" in node.attributes:
@@ -65,7 +73,7 @@ def canonicalize(
         rewrite(editor)
     if editor.refused:
         _silence_sizes(editor)
-    return editor.refused
+    return Canonicalized(editor.refused, editor.places)
 
 
 def _silence_sizes(editor: Editor) -> None:

@@ -25,6 +25,8 @@ class Editor:
         self.rounds = rounds
         self.context_length: int | None = None
         """What the configuration says, if it says anything, or a table of positions has."""
+        self.places: int | None = None
+        """Tokens for which caches of a fixed size have room; None: they grow."""
         self.refused: dict[str, str] = {}
         """Reasons by name of node; empty for nodes that only belong to such a one."""
         self.tolerance = 2e-2 if _is_half(graph) else 1e-4

@@ -113,9 +113,13 @@ def test_bfloat16_throughout(tmp_path: Path) -> None:
     assert np.linalg.norm(actual - expected) <= 1e-2 * np.linalg.norm(expected)
 
 
-def test_a_cache_of_fixed_size_limits_the_context(tmp_path: Path) -> None:
-    path = Decoder(Spelling(cache="scatter_nd")).save(tmp_path)
+@pytest.mark.parametrize("rope", ["halves", "none", "last_none"])
+@pytest.mark.parametrize("cache", ["scatter_nd", "scatter_elements", "tensor_scatter"])
+def test_a_cache_of_fixed_size_limits_the_context(tmp_path: Path, cache: str, rope: str) -> None:
+    path = Decoder(Spelling(cache=cache, rope=rope)).save(tmp_path)
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 500}')
+    assert import_onnx(path).info.context_length == CONTEXT
+    (tmp_path / "config.json").unlink()
     assert import_onnx(path).info.context_length == CONTEXT
 
 
