@@ -1,4 +1,7 @@
-"""What placements_on_gpu.py places and what it lets pass: no GPU is needed here."""
+"""What placements_on_gpu.py places and what it lets pass: no GPU is needed here.
+
+The virtual device has the kernels of the CPU, so that all placements give its very bits.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 from gpu_plan import Shape, write_gpu_plan
-from placements_on_gpu import compare, fixed_placements, is_right
+from placements_on_gpu import check, compare, fixed_placements, is_right, shown
 
 from atsc.compiler import plan
+from atsc.compiler.driver import CompileOptions, compile_model
+from atsc.passes import partition
+
+MODEL = Path(__file__).parents[1] / "data" / "llama3-int4-cpu" / "model.onnx"
 
 
 def test_splits_by_layers(tmp_path: Path) -> None:
@@ -63,3 +70,32 @@ def test_tokens_count_where_the_margin_is_clear() -> None:
     assert compare(found, expected, 4e-2)["clear_tokens_wrong"] == 1
     assert compare(found, expected, 2e-3)["clear_tokens"] == 2
     assert compare(expected, expected, 2e-3)["clear_tokens_wrong"] == 0
+
+
+@pytest.mark.toolchain
+def test_all_splits_run_on_the_virtual_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(partition, "MIN_UNIT_BYTES", 1)
+    output = tmp_path / "p.atsplan"
+    compile_model(
+        CompileOptions(*(MODEL, output), ctx=128, chunk=32, target="virtual", vram_bytes=64 << 20)
+    )
+    results = check(output, 1, threads=2, text=None, level=4)
+    names = [name for name, _ in fixed_placements(plan.load(output))]
+    assert [result["placement"] for result in results] == [*names, "random 0"]
+    for result in results:
+        assert is_right(result, is_text=True, level=4), result
+        assert (result["relative_l2"], result["perplexity_ratio"]) == (0, 1)
+        assert result["device_bytes"] == result["predicted_device_bytes"]
+    sizes = {result["placement"]: result["device_bytes"] for result in results}
+    halves = sizes["first half of the layers"], sizes["second half of the layers"]
+    assert sizes["none on the GPU"] < min(halves) and max(halves) < sizes["all on the GPU"]
+    assert len(capsys.readouterr().out.splitlines()) == len(results)
+
+
+def test_lines_of_the_table() -> None:
+    result = {"placement": "planned", "perplexity_ratio": 1.0042, "standard_error": 0.001}
+    line = shown({**result, "relative_l2": 0.015, "clear_tokens": 9, "clear_tokens_wrong": 0})
+    assert "planned" in line and "1.00420 +- 0.00100" in line and "0 of 9 clear" in line
+    assert shown({"placement": "random 3", "error": "why"}).endswith("why")
