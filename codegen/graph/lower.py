@@ -57,6 +57,8 @@ FINISHING = frozenset(
     )
 )
 """Operators whose rules take a product of matrices that is not stored: products.py."""
+_READS_NIBBLES = ("DequantizeLinear", "GatherBlockQuantized")
+"""Operators whose outputs never have the 4-bit type of a constant that they read."""
 _MALFORMED = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 """What rules meet where inputs or attributes are missing, or of other kinds than they must be."""
 
@@ -131,7 +133,7 @@ class Lowering:
     def run(self, node: OnnxNode, rule: Rule) -> None:
         """Apply a node's rule; bind its outputs."""
         self.node = node.name
-        inputs = [self.value(name) for name in node.inputs]
+        inputs = [self._input(node, name) for name in node.inputs]
         if (node.domain, node.op) not in FINISHING:
             inputs = [x if x is None or x.product is None else self.store(x) for x in inputs]
         made = rule(self, node, inputs)
@@ -148,6 +150,12 @@ class Lowering:
                 if not (is_finished and name in self._meeting):
                     tensor = self.store(tensor)
             self._values[name] = tensor
+
+    def _input(self, node: OnnxNode, name: str) -> Tensor | None:
+        constant = self._constants.get(name)
+        if constant is None or constant.dtype not in NIBBLES or node.op not in _READS_NIBBLES:
+            return self.value(name)
+        return self._nibbles(name, constant)
 
     def branch(self, node: OnnxNode) -> TensorGraph:
         """The branch that an If takes, whose names become known.
@@ -199,8 +207,6 @@ class Lowering:
         return Tensor("int8" if is_signed else "uint8", shape, at, cost=3)
 
     def _constant(self, name: str, constant: Constant) -> Tensor:
-        if constant.dtype in NIBBLES:
-            return self._nibbles(name, constant)
         dtype = element_type(constant.dtype)
         shape = tuple(Dim.of(size) for size in constant.shape)
         count = int(np.prod(constant.shape, dtype=np.int64))

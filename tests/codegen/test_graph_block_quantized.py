@@ -165,6 +165,42 @@ def test_parts_that_do_not_fit() -> None:
         compile_model(model)
 
 
+def test_4_bit_elements_never_go_out_wider() -> None:
+    """What does more than read them as numbers is refused, and no answer of another type."""
+    data = integers(np.random.default_rng(0), "data", "uint4", (4, 6))
+    node = helper.make_node("CastLike", ["ids", "data"], ["y"])
+    graph = helper.make_graph(
+        [node],
+        "cast",
+        [helper.make_tensor_value_info("ids", TensorProto.FLOAT, [4, 6])],
+        [helper.make_tensor_value_info("y", TensorProto.UINT4, [4, 6])],
+        [data],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    with pytest.raises(ModelError, match="elements of type uint4 are not supported"):
+        compile_model(model)
+
+
+@pytest.mark.parametrize("kind", ["int4", "uint4"])
+def test_dequantize_linear_of_4_bit_elements(kind: str) -> None:
+    """Constants are folded up to a size; here the scale is an input, as if they were too large."""
+    rng = np.random.default_rng(0)
+    parts = [integers(rng, name, kind, shape) for name, shape in
+             (("data", (6, 33)), ("points", (6, 3)))]  # fmt: skip
+    node = helper.make_node(
+        "DequantizeLinear", ["data", "ids", "points"], ["y"], axis=1, block_size=BLOCK
+    )
+    graph = helper.make_graph(
+        [node],
+        "floats",
+        [helper.make_tensor_value_info("ids", TensorProto.FLOAT, [6, 3])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [6, 33])],
+        parts,
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    check(model, rng.uniform(0.1, 0.2, (6, 3)).astype(np.float32))
+
+
 def test_a_plan_of_a_file_with_external_data(tmp_path: Path) -> None:
     """4-bit elements stay packed from the file to the plan."""
     model = gather_model("int4", 4, (90, 64), (0, 1))
