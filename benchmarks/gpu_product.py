@@ -23,7 +23,7 @@ Record = dict[str, Any]
 Span = tuple[float, float]
 WORDS = "One morning the river was higher than anybody had seen it, and the bridge was gone. "
 NUM_GENERATED = 24
-CLOCK_US = 5.0
+CLOCK_US = 20.0
 """How well the GPU's clock is known on the CPU's."""
 VOID_TAGS = {"meta", "br", "hr", "img", "link", "input"}
 
