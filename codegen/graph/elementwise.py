@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from atsc.codegen.graph.lower import Lowering, RefusedError, Rule, aligned, element_type
-from atsc.codegen.graph.products import Product
+from atsc.codegen.graph.products import Pending
 from atsc.codegen.graph.tensor import (
     CHEAP,
     DEAR,
@@ -57,7 +57,7 @@ def elementwise(
     return Tensor(dtype, shape, at, cost=total, product=product)
 
 
-def _operand(g: Lowering, x: Tensor, shape: tuple[Dim, ...], product: Product | None) -> Tensor:
+def _operand(g: Lowering, x: Tensor, shape: tuple[Dim, ...], product: Pending | None) -> Tensor:
     """An operand; computed once where more than one element of the result reads it, unless cheap.
 
     One product of matrices is finished by what reads it, others are stored.

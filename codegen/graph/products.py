@@ -38,11 +38,24 @@ _MOST_ROWS = 168
 Box = tuple[Dim, ...]
 
 
+class Pending(Protocol):
+    """What is computed together with the elementwise functions of it: `Tensor.product`."""
+
+    def call(self, node: str, tensor: Tensor, target: Buffer) -> Call:
+        """The kernel that stores a function of it."""
+
+    def reshaped(self, x: Tensor, shape: Box) -> Tensor | None:
+        """A function of it in another shape; None where that must be stored first."""
+
+
 class Right(Protocol):
     """The right operand of a product."""
 
     def panel(self, code: Code, batch: Sequence[str], depth: Dim) -> None:
-        """Declare `const float* panel`: the columns from `first_n` on; `spare` is a workspace."""
+        """Declare `const float* panel`: the columns from `first_n` on.
+
+        `spare` is a workspace, which keeps the panel of the tile before, `filled`.
+        """
 
     def spare_elements(self, depth: Dim) -> Dim | int:
         """The size of the workspace."""
@@ -72,6 +85,11 @@ class LooseRight:
     def panel(self, code: Code, batch: Sequence[str], depth: Dim) -> None:
         """A copy."""
         code.line("float* const panel = spare;")
+        with code.block("if (tile_column != filled)"):
+            code.line("filled = tile_column;")
+            self._fill(code, batch)
+
+    def _fill(self, code: Code, batch: Sequence[str]) -> None:
         view = self.tensor.view
         if view is not None and view.strides[-2].constant == 1:
             place = place_of(code, self.tensor, [*batch, "0", "first_n"])
@@ -150,6 +168,7 @@ class Product:
         tiles_n = (self.columns + (_COLUMNS - 1)) // _COLUMNS
         batch = [f"b{axis}" for axis in range(len(self.batch))]
         sums = _MOST_ROWS * _COLUMNS
+        code.line("[[maybe_unused]] int64_t filled = -1;")
         with code.block("for (int64_t item = lo; item < hi; ++item)"):
             code.line("[[maybe_unused]] int64_t rest = item;")
             # Tiles below each other come one after the other: they read the same panel.
@@ -157,6 +176,8 @@ class Product:
             for name, size in reversed(sizes):
                 code.line(f"[[maybe_unused]] const int64_t {name} = rest % {code.dim(size)};")
                 code.line(f"rest /= {code.dim(size)};")
+            column = f"item / {code.dim(tiles_m)}"
+            code.line(f"[[maybe_unused]] const int64_t tile_column = {column};")
             whole_m, whole_n = code.dim(num_m), code.dim(self.columns)
             code.line(f"const int64_t depth = {code.dim(depth)};")
             code.line(f"const int64_t height = ({whole_m} - 1) / {code.dim(tiles_m)} + 1;")
@@ -254,4 +275,13 @@ def packed_constant(
     return buffer, Constant("float32", (panels, depth, _COLUMNS), read)
 
 
-__all__ = ["LooseRight", "PackedRight", "Product", "Right", "packed_constant", "place_of"]
+__all__ = [
+    "Box",
+    "LooseRight",
+    "PackedRight",
+    "Pending",
+    "Product",
+    "Right",
+    "packed_constant",
+    "place_of",
+]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from atsc.codegen.graph import (
     along,
     block_quantized,
+    convolution,
     elementwise,
     gathers,
     linear,
@@ -24,6 +25,7 @@ RULES: Mapping[tuple[str, str], Rule] = {
     **gathers.RULES,
     **reduce.RULES,
     **linear.RULES,
+    **convolution.RULES,
     **resize.RULES,
     **along.RULES,
     **quantized.RULES,

@@ -24,7 +24,7 @@ from atsc.codegen.tail import ElementType
 from atsc.compiler.dims import Dim, product
 
 if TYPE_CHECKING:
-    from atsc.codegen.graph.products import Product
+    from atsc.codegen.graph.products import Pending
 
 CHEAP = 4
 """Operations that may be done again for each reader."""
@@ -70,8 +70,8 @@ class Tensor:
     """A constant's content."""
     view: View | None = None
     """Where its elements are, if they are in memory at regular distances."""
-    product: Product | None = None
-    """The matrix product that it is, or that it is an elementwise function of: products.py."""
+    product: Pending | None = None
+    """What it is an elementwise function of and is computed together with: products.py."""
 
     @property
     def rank(self) -> int:
