@@ -169,12 +169,14 @@ std::optional<TransferPolicy::Question> TransferPolicy::due(const RoundShape& sh
   const bool is_early = static_cast<double>(now_ns - adopted.asked_ns) < least_ns;
   if (is_early && !options_.choose_at_random) return std::nullopt;
   const Drifts drifts = monitor.drifts();
+  if (drifts.wake <= kLateWake) adopted.assumed.wake = 1;
   std::string reason = reason_for(adopted.assumed, drifts);
-  const Waits waits = waits_for(adopted, drifts);
+  // One thing at a time, so that a trial tells of it: promotions first, for it may be a slow link that
+  // all waits for.
+  const Waits waits = reason.empty() ? waits_for(adopted, drifts) : adopted.waits;
   if (waits != adopted.waits) {
-    if (!reason.empty()) reason += ", ";
-    reason += waits == Waits::kHold ? change_text("GPU comes back", 1, drifts.wake)
-                                    : "the GPU may be free again";
+    reason = waits == Waits::kHold ? change_text("GPU comes back", 1, drifts.wake)
+                                   : "the GPU may be free again";
   }
   if (options_.choose_at_random) reason = "at random";
   if (!reason.empty()) {
@@ -201,21 +203,19 @@ TransferPolicy::Answer TransferPolicy::decide(const Question& question,
   }
   answer.before_ns = model_.predict(scheduler, question.shape, question.speeds, question.present);
   if (question.waits != question.present_waits) {
-    // One thing at a time, so that the trial tells of it; promotions are thought over when it is known
-    // how long hand-offs take then. At best they take as long as planned.
+    // How long hand-offs will take is found out by the trial; at best, as long as planned.
     Speeds speeds = question.speeds;
     speeds.hand_off = 1;
     answer.choice = question.present;
     answer.after_ns = model_.predict(scheduler, question.shape, speeds, question.present);
-  } else {
-    TransferSchedule found = model_.schedule(scheduler, question.shape, question.speeds);
-    answer.choice = std::move(found.choice);
-    answer.after_ns = found.round_ns;
+    answer.is_worthwhile = true;
+    return answer;
   }
+  TransferSchedule found = model_.schedule(scheduler, question.shape, question.speeds);
+  answer.choice = std::move(found.choice);
+  answer.after_ns = found.round_ns;
   const auto most_ns = static_cast<double>(answer.before_ns) * (1 - kWorthwhileGain);
-  const bool is_probe =
-      question.waits == Waits::kYield && question.present_waits == Waits::kHold;
-  answer.is_worthwhile = is_probe || static_cast<double>(answer.after_ns) < most_ns;
+  answer.is_worthwhile = static_cast<double>(answer.after_ns) < most_ns;
   return answer;
 }
 
@@ -224,7 +224,9 @@ void TransferPolicy::settle(const Question& question, const Answer& answer, cons
   const auto known = std::ranges::find(adopted_, question.shape, &Adopted::shape);
   if (known == adopted_.end()) return;
   known->asked_ns = now_ns;
+  const double assumed_wake = known->assumed.wake;
   known->assumed = question.drifts;
+  if (question.waits == question.present_waits) known->assumed.wake = assumed_wake;
   if (!answer.is_worthwhile) return;
   const bool starts_to_hold = question.waits == Waits::kHold && known->waits == Waits::kYield;
   if (!options_.choose_at_random) known->trial.begin(starts_to_hold);

@@ -397,7 +397,7 @@ void test_hold(Random& random, const std::string& path, int num_trials) {
     const bool helps = trial % 3 != 0;
     machine.wake_ns = 1'500'000;
     machine.held_ns = helps ? 100'000 : 1'500'000;
-    game.reason();
+    if (trial % 2 == 0) machine.link = 2.5;  // it presses the link as well
     game.play(80, 0.02);
     EXPECT(game.holds() == helps);
     if (!helps) {
@@ -406,7 +406,6 @@ void test_hold(Random& random, const std::string& path, int num_trials) {
       EXPECT(game.num_questions == 0);
       continue;
     }
-    EXPECT(game.reason().find("GPU comes back") != std::string::npos);
     const int64_t begin_ns = machine.now_ns;
     int num_held = 0, num_rounds = 0;
     for (; machine.now_ns < begin_ns + 60'000'000'000; ++num_rounds) {
@@ -416,6 +415,7 @@ void test_hold(Random& random, const std::string& path, int num_trials) {
     std::fprintf(stderr, "%d: held in %d of %d rounds\n", trial, num_held, num_rounds);
     EXPECT(num_held > 0.9 * num_rounds && num_held < num_rounds);
     machine.wake_ns = machine.held_ns = 0;
+    machine.link = 1;
     const int64_t gone_ns = machine.now_ns;
     while (game.holds()) {
       game.play(1, 0.02);
