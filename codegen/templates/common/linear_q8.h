@@ -234,6 +234,20 @@ struct RefinedRows {
   }
 };
 
+// Fetches what a slab's rows with second digits need: they lie apart, in lines of their own.
+template <class Layer>
+static inline void prefetch_refined(const Q8Rows& fine, int64_t slab,
+                                    const RefinedRows<Layer>& refined) {
+  if (slab >= num_slabs<Layer>()) return;
+  const int64_t first = fine.index(slab);
+  for (uint64_t left = refined.of_slab[slab]; left != 0; left &= left - 1) {
+    const int64_t index = first + std::countr_zero(left);
+    _mm_prefetch(reinterpret_cast<const char*>(fine.view.codes + index * kQ8Bytes), _MM_HINT_T0);
+    _mm_prefetch(reinterpret_cast<const char*>(fine.view.scales + index), _MM_HINT_T0);
+    _mm_prefetch(reinterpret_cast<const char*>(fine.view.sums + index), _MM_HINT_T0);
+  }
+}
+
 // One row: the tiles [begin, end).
 template <class Layer>
 static inline void q8_gemv(const Operands<Layer>& at, int64_t begin, int64_t end) {

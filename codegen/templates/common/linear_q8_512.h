@@ -187,6 +187,7 @@ static inline void q8_gemm_pair(const Operands<Layer>& at, int64_t tile, int64_t
   for (int64_t row = 0; row < rows.count; ++row) _mm512_store_ps(y[row], _mm512_setzero_ps());
   for (int64_t slab = 0; slab < num_slabs<Layer>(); ++slab) {
     const Q8SlabPair<Layer> loaded = load_slab_pair<Layer>(at, tile, end - 1, slab);
+    prefetch_refined<Layer>(fine, slab + 1, refined);
     add_slab_pair<Layer>(loaded, x.view, x.index(slab), rows.count, y);
     for (uint64_t left = refined.of_slab[slab]; left != 0; left &= left - 1) {
       const int64_t row = std::countr_zero(left);

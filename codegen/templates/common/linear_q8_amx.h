@@ -200,7 +200,10 @@ static inline void q8_gemm_amx(const Operands<Layer>& at, int64_t tile, int64_t 
   };
   constexpr int64_t kSlabCount = num_slabs<Layer>(), kWhole = kSlabCount / 2 * 2;
   for (int64_t slab = 0; slab < kWhole; slab += 2) {
-    for (int i = 0; i < 2; ++i) gathered.gather(fine, slab + i, i, refined.of_slab[slab + i]);
+    for (int i = 0; i < 2; ++i) {
+      gathered.gather(fine, slab + i, i, refined.of_slab[slab + i]);
+      prefetch_refined<Layer>(fine, slab + i + 2, refined);
+    }
     for (int pair = 0; pair < kPairs; ++pair) {
       multiply.template operator()<2>(slab, pair);
       const int64_t before = pair > 0 ? slab : slab - 2;
