@@ -55,6 +55,11 @@ class Dim:
             return self.terms[0][1]
         return None
 
+    @property
+    def is_never_negative(self) -> bool:
+        """Whether its form proves that it is at least 0, its symbols being sizes."""
+        return all(factor > 0 and all(map(_is_never_negative, m)) for m, factor in self.terms)
+
     def symbols(self) -> frozenset[str]:
         """All symbols that it depends on."""
         found: set[str] = set()
@@ -155,6 +160,13 @@ class Dim:
                 parts.append(f"{factor}L")
             sums.append(" * ".join(parts))
         return f"({' + '.join(sums)})"
+
+
+def _is_never_negative(atom: Atom) -> bool:
+    if isinstance(atom, str):
+        return True
+    sides = (atom.left.is_never_negative, atom.right.is_never_negative)
+    return any(sides) if atom.operation == "max" else all(sides)
 
 
 def exact_quotient(dim: Dim, divisor: Dim) -> Dim | None:

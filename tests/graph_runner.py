@@ -61,8 +61,9 @@ class GraphRunner:
                 raise UsageError(f"input {buffer.name}: {array.dtype}{array.shape}, not {wanted}")
             arrays[buffer] = _aligned(array)
         for check in self.program.checks:
-            if check.left.evaluate(symbols) != check.right.evaluate(symbols):
-                raise UsageError(f"{check.what}: {check.left} is not {check.right}")
+            left, right = check.left.evaluate(symbols), check.right.evaluate(symbols)
+            if left < right or (left > right and not check.is_least):
+                raise UsageError(f"{check.what}: {check.left} is {left}, not {right}")
         for call in self.program.calls:
             self._run(call, arrays, symbols)
         return {

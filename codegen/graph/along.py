@@ -25,11 +25,11 @@ def _top_k(g: Lowering, node: OnnxNode, x: list[Any]) -> tuple[Tensor, Tensor]:
     axis = axis_of(node.attrs.get("axis", -1), data.rank)
     k = Dim.of(node.attrs["k"]) if "k" in node.attrs else g.dims(x[1], "k")[0]
     size, sign = data.shape[axis], ">" if node.attrs.get("largest", 1) else "<"
+    g.at_least(size, k, "the axis that it takes k of")
     shape = tuple(k if a == axis else s for a, s in enumerate(data.shape))
     lines = [s for a, s in enumerate(data.shape) if a != axis]
     target = g.buffer("int64", shape)
     code = Code()
-    code.line(f"if ({code.dim(size)} < {code.dim(k)}) return 1;")
     with code.block("for (int64_t item = lo; item < hi; ++item)"):
         code.line("int64_t rest = item;")
         code.line(f"const int64_t own = rest % {code.dim(size)};")

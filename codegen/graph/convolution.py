@@ -25,7 +25,7 @@ def _conv(g: Lowering, node: OnnxNode, x: list[Any]) -> Tensor:
     kernel = [_number(size, "the kernel") for size in weight.shape[2:]]
     if image.rank < 3:
         raise RefusedError(f"an image of {image.rank} dimensions")
-    windows = Windows(node, image, kernel)
+    windows = Windows(g, node, image, kernel)
     return _convolution(
         g, g.cheap(image), weight, windows, node.attrs.get("group", 1), _bias(x), "0"
     )
@@ -120,14 +120,14 @@ def _conv_integer(g: Lowering, node: OnnxNode, x: list[Any]) -> Tensor:
             zero = reshaped(g, zero, (zero.shape[0], *[Dim.of(1)] * (weight.rank - 1)))
         weight = elementwise(g, [weight, zero], "int32", lambda a, b: f"{a} - {b}")
     kernel = [_number(size, "the kernel") for size in weight.shape[2:]]
-    windows = Windows(node, image, kernel)
+    windows = Windows(g, node, image, kernel)
     return _convolution(g, image, weight, windows, node.attrs.get("group", 1), None, "0")
 
 
 def _max_pool(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
     if len(node.outputs) > 1 and node.outputs[1]:
         raise RefusedError("the output Indices")
-    windows = Windows(node, x[0], node.attrs["kernel_shape"])
+    windows = Windows(g, node, x[0], node.attrs["kernel_shape"])
     if (frame := _pool_frame(g, x[0], windows, "-__builtin_inff()")) is not None:
         return Taps(frame, "larger", (*x[0].shape[:2], *windows.outputs)).tensor()
     image = g.cheap(x[0])
@@ -157,7 +157,7 @@ def _over_windows(g: Lowering, x: Tensor) -> Tensor:
 
 
 def _average_pool(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
-    windows, kind = Windows(node, x[0], node.attrs["kernel_shape"]), c_type(x[0].dtype)
+    windows, kind = Windows(g, node, x[0], node.attrs["kernel_shape"]), c_type(x[0].dtype)
     if (frame := _pool_frame(g, x[0], windows, "0")) is not None:
         total = Taps(frame, "sum", (*x[0].shape[:2], *windows.outputs)).tensor()
     else:
@@ -202,7 +202,7 @@ def _lp_pool(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
     if node.op == "GlobalLpPool":
         total = reduced(g, powers, list(range(2, x[0].rank)), f"({kind})0", plus(kind))
     else:
-        windows = Windows(node, x[0], node.attrs["kernel_shape"])
+        windows = Windows(g, node, x[0], node.attrs["kernel_shape"])
         powers = g.store(powers)
         total = _over_windows(g, total_of(g, windowed(powers, windows, "0"), _kernel_axes(windows)))
     return unary(g, total, f"power<{{kind}}>({{0}}, ({{kind}}){(1 / p).hex()})", 24)
@@ -264,7 +264,7 @@ def _conv_transpose(g: Lowering, node: OnnxNode, x: list[Any]) -> Tensor:
     mirrored = Tensor(moved.dtype, moved.shape, mirrored_at)
     flat = (moved.shape[0] * moved.shape[1], *moved.shape[2:])
     own = OnnxNode(node.name, "Conv", "", 1, (), (), {"dilations": dilations})
-    windows = Windows(own, framed, kernel)
+    windows = Windows(g, own, framed, kernel)
     return _convolution(g, framed, reshaped(g, mirrored, flat), windows, group, _bias(x), "0")
 
 

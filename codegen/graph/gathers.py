@@ -17,7 +17,7 @@ from atsc.codegen.graph.tensor import (
     linear,
     stored,
 )
-from atsc.compiler.dims import Dim
+from atsc.compiler.dims import Dim, smallest
 from atsc.compiler.tensor_graph import OnnxNode
 
 
@@ -32,10 +32,12 @@ def _gather(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
     end = axis + indices.rank
     size = data.shape[axis].constant
     given = indices.literal
-    if size is not None and given is not None and given.size:
-        least, most = int(given.min()), int(given.max())
-        if least < -size or most >= size:
+    if given is not None and given.size:
+        reach = max(int(given.max()) + 1, -int(given.min()))
+        if size is not None and reach > size:
             raise RefusedError(f"an index beyond the {size} of axis {axis}")
+        g.at_least(data.shape[axis], reach, "the axis that it takes elements of")
+    _check_not_empty(g, data.shape[axis], indices)
     if indices.literal is not None and indices.literal.size == 1:
         number = int(indices.literal.item())
         fixed = f"{number}" if number >= 0 else f"({{}} - {-number})"
@@ -54,9 +56,17 @@ def _gather(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
     return Tensor(data.dtype, shape, at, cost=data.cost + 2)
 
 
+def _check_not_empty(g: Lowering, size: Dim, indices: Tensor) -> None:
+    """Kernels that find an index out of range read the first element: there must be one."""
+    least = smallest(1, indices.size)
+    g.at_least(size, least, "the axis that it takes elements of")
+
+
 def _gather_elements(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
     data, indices = x
     axis = axis_of(node.attrs.get("axis", 0), data.rank)
+    _check_within(g, indices, data, axis)
+    _check_not_empty(g, data.shape[axis], indices)
 
     def at(code: Code, index: Index) -> str:
         own = [c_index(size, at) for size, at in zip(data.shape, index, strict=True)]
@@ -66,12 +76,25 @@ def _gather_elements(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
     return Tensor(data.dtype, indices.shape, at, cost=data.cost + indices.cost + 2)
 
 
+def _check_within(g: Lowering, indices: Tensor, data: Tensor, axis: int) -> None:
+    """Beside the axis that they index, indices may name fewer places than there are, not more."""
+    if indices.rank != data.rank:
+        raise RefusedError(f"indices of {indices.rank} dimensions for data of {data.rank}")
+    for place, (size, most) in enumerate(zip(indices.shape, data.shape, strict=True)):
+        if place != axis:
+            g.at_least(most, size, f"the data along axis {place}")
+
+
 def _gather_nd(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
     data, indices = x[0], g.cheap(x[1])
     batch, depth = node.attrs.get("batch_dims", 0), indices.shape[-1].constant
     if depth is None:
         raise RefusedError("an index of unknown length")
     end = indices.rank - 1
+    for axis in range(batch):
+        g.agree(indices.shape[axis], data.shape[axis], "the batches of indices and data")
+    for size in data.shape[batch : batch + depth]:
+        _check_not_empty(g, size, indices)
 
     def at(code: Code, index: Index) -> str:
         places = [
@@ -111,6 +134,23 @@ def _compress_known(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
     return _gather(g, OnnxNode(node.name, "Gather", "", 13, (), (), {"axis": axis}), [data, places])
 
 
+def _check_updates(
+    g: Lowering, node: OnnxNode, data: Tensor, indices: Tensor, updates: Tensor
+) -> None:
+    """There are as many updates as indices, and each lies in the data but for what indices say."""
+    if node.op != "ScatterND":
+        _check_within(g, updates, data, axis_of(node.attrs.get("axis", 0), data.rank))
+        wanted = indices.shape
+    else:
+        if (depth := indices.shape[-1].constant) is None:
+            raise RefusedError("an index of unknown length")
+        wanted = (*indices.shape[:-1], *data.shape[depth:])
+    if len(wanted) != updates.rank:
+        raise RefusedError(f"updates of {updates.rank} dimensions, and {len(wanted)} are indexed")
+    for size, expected in zip(updates.shape, wanted, strict=True):
+        g.agree(size, expected, "updates and what is indexed")
+
+
 def _scatter(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
     """ScatterElements and ScatterND: one pass over the updates after one over the data.
 
@@ -127,6 +167,7 @@ def _scatter(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
     }  # fmt: skip
     if data.dtype in ("float16", "bfloat16") and reduction != "none":
         raise RefusedError(f"reduction {reduction} of {data.dtype}")
+    _check_updates(g, node, data, indices, updates)
     copied, target = g.store(data), g.buffer(data.dtype, data.shape)
     code = Code()
     all_data = Tensor(data.dtype, (data.size,), stored(copied.buffer, (data.size,)).at)

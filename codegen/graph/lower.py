@@ -31,7 +31,7 @@ from atsc.codegen.graph.tensor import (
     stored,
 )
 from atsc.codegen.tail import ELEMENT_BYTES, ElementType
-from atsc.compiler.dims import Dim
+from atsc.compiler.dims import Dim, largest
 from atsc.compiler.errors import ModelError, UnsupportedError
 from atsc.compiler.tensor_graph import (
     NIBBLES,
@@ -42,8 +42,12 @@ from atsc.compiler.tensor_graph import (
 )
 
 Inputs = Sequence[Tensor | None]
+Problem = dict[str, str | int | None]
+"""What UnsupportedError lists."""
 Rule = Callable[["Lowering", OnnxNode, list[Any]], "Tensor | tuple[Tensor | None, ...]"]
 _MOST_LITERAL_ELEMENTS = 4096
+_MAX_RANK = 8
+"""Of inputs and outputs: ATSC_MAX_RANK of the C interface. Tensors inside may have more."""
 _SHAPE_READERS = ("Shape", "Size")
 _MOST_NODES_OF_DIAMOND = 24
 FINISHING = frozenset(
@@ -65,12 +69,14 @@ _MALFORMED = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Two sizes that must be equal (or the first at least the second) when the graph runs."""
+    """Two sizes that must be equal when the graph runs, or the first at least the second."""
 
     left: Dim
     right: Dim
     what: str
     """Node and reason."""
+    is_least: bool = False
+    """Whether `right` is only the least that `left` may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +151,8 @@ class Lowering:
             name, tensor = node.outputs[place], results[place]
             if tensor is None:
                 raise RefusedError(f"its output {name} is not supported")
+            for size in tensor.shape:
+                self.at_least(size, 0, "a size of its result")
             if tensor.known is None and self._uses[name] > 1 and tensor.cost > 1:
                 is_finished = tensor.product is not None or tensor.cost < DEAR
                 if not (is_finished and name in self._meeting):
@@ -275,6 +283,20 @@ class Lowering:
         self.checks.setdefault((left, right), Check(left, right, f"{self.node}: {what}"))
         return right if right.constant is not None else left
 
+    def at_least(self, size: Dim, least: int | Dim, what: str) -> None:
+        """A size that must not be smaller.
+
+        Raises:
+            RefusedError: it always is.
+        """
+        least = Dim.of(least)
+        if (size - least).is_never_negative:
+            return
+        if size.constant is not None and least.constant is not None:
+            raise RefusedError(f"{what} is {size}, and must be at least {least}")
+        check = Check(size, least, f"{self.node}: {what}", is_least=True)
+        self.checks.setdefault((largest(size, least), size), check)
+
     def broadcast(self, shapes: Iterable[Sequence[Dim]]) -> tuple[Dim, ...]:
         """The common shape of operands, aligned at their last dimension."""
         result: list[Dim] = []
@@ -349,14 +371,16 @@ def lower(
         fallback: takes the nodes that have no rule.
 
     Raises:
-        UnsupportedError: what no rule covers, all such nodes in one message.
+        UnsupportedError: what no rule covers, all such inputs and nodes in one message.
     """
     g = Lowering(graph, rules)
-    inputs = tuple(g.bind_input(given) for given in graph.inputs)
-    problems: list[tuple[OnnxNode, str]] = []
-    _run_nodes(g, graph.nodes, fallback, problems, set())
+    problems: list[Problem] = []
+    broken: set[str] = set()
+    inputs = _bind_inputs(g, problems, broken)
+    _run_nodes(g, graph.nodes, fallback, problems, broken)
+    _check_outputs(g, problems, broken)
     if problems:
-        raise _unsupported(graph, problems)
+        raise UnsupportedError(graph.name, problems)
     outputs = _outputs(g)
     calls, checks = _needed(g.calls, outputs), tuple(g.checks.values())
     used = {buffer for call in calls for buffer in call.inputs}
@@ -399,11 +423,49 @@ def _meets(graph: TensorGraph, readers: Mapping[str, list[int]], start: str) -> 
     return False
 
 
+def _bind_inputs(g: Lowering, problems: list[Problem], broken: set[str]) -> tuple[Buffer, ...]:
+    """The inputs of the graph; what cannot be handed in is a problem."""
+    bound = []
+    for given in g.graph.inputs:
+        try:
+            _check_rank(len(given.shape))
+            bound.append(g.bind_input(given))
+        except RefusedError as error:
+            problems.append(_problem(given.name, "input of the model", None, error))
+            broken.add(given.name)
+    return tuple(bound)
+
+
+def _check_outputs(g: Lowering, problems: list[Problem], broken: set[str]) -> None:
+    """Outputs that cannot be handed out are a problem of the nodes that make them."""
+    makers = {name: node for node in g.graph.nodes for name in node.outputs}
+    for name in g.graph.outputs:
+        if name in broken:
+            continue
+        try:
+            tensor = g.value(name)
+            assert tensor is not None
+            _check_rank(tensor.rank)
+        except RefusedError as error:
+            if name in makers:
+                problems.append(_node_problem(makers[name], f"its output {name}: {error}"))
+            else:
+                problems.append(_problem(name, "output of the model", None, error))
+
+
+def _check_rank(rank: int) -> None:
+    if rank > _MAX_RANK:
+        raise RefusedError(
+            f"it has {rank} dimensions; inputs and outputs have at most {_MAX_RANK}: export the "
+            "model with some of them merged"
+        )
+
+
 def _run_nodes(
     g: Lowering,
     nodes: Sequence[OnnxNode],
     fallback: Rule | None,
-    problems: list[tuple[OnnxNode, str]],
+    problems: list[Problem],
     broken: set[str],
 ) -> None:
     """Apply the rules; what reads the results of a refused node is left out, without complaint."""
@@ -425,24 +487,19 @@ def _run_nodes(
                 raise RefusedError("no such operator here")
             g.run(node, rule)
         except (RefusedError, ZeroDivisionError) as error:
-            problems.append((node, str(error)))
+            problems.append(_node_problem(node, error))
             broken.update(node.outputs)
         except _MALFORMED as error:
-            problems.append((node, f"not as ONNX says it must be ({error!r})"))
+            problems.append(_node_problem(node, f"not as ONNX says it must be ({error!r})"))
             broken.update(node.outputs)
 
 
-def _unsupported(graph: TensorGraph, problems: Sequence[tuple[OnnxNode, str]]) -> UnsupportedError:
-    nodes: list[dict[str, str | int | None]] = [
-        {
-            "node": node.name,
-            "operator": f"{node.op} ({node.domain or 'ai.onnx'})",
-            "opset": node.opset,
-            "reason": reason,
-        }
-        for node, reason in problems
-    ]
-    return UnsupportedError(graph.name, nodes)
+def _node_problem(node: OnnxNode, reason: object) -> Problem:
+    return _problem(node.name, f"{node.op} ({node.domain or 'ai.onnx'})", node.opset, reason)
+
+
+def _problem(name: str, operator: str, opset: int | None, reason: object) -> Problem:
+    return {"node": name, "operator": operator, "opset": opset, "reason": str(reason)}
 
 
 def _outputs(g: Lowering) -> tuple[Buffer, ...]:

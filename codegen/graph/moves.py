@@ -101,6 +101,8 @@ def _squeeze(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
     axes = axes_of(g, node, x)
     if axes is None:
         axes = [axis for axis, size in enumerate(x[0].shape) if size.constant == 1]
+        for size in (size for size in x[0].shape if size.constant is None):
+            g.at_least(size, 2, "an open size that Squeeze without axes keeps")
     gone = {axis_of(axis, x[0].rank) for axis in axes}
     for axis in gone:
         g.agree(x[0].shape[axis], Dim.of(1), "a size that is squeezed")
@@ -389,12 +391,11 @@ def _pad(g: Lowering, node: OnnxNode, x: list[Any]) -> Tensor:
     before, after = [Dim.of(0)] * data.rank, [Dim.of(0)] * data.rank
     for place, axis in enumerate(axes):
         before[axis], after[axis] = pads[place], pads[place + len(axes)]
-    if mode == "reflect":
-        for axis in axes:
-            size = data.shape[axis].constant
-            most = [before[axis].constant, after[axis].constant]
-            if size is None or None in most or max(most) >= size:  # type: ignore[type-var]
-                raise RefusedError("reflect pads that may be longer than the axis")
+    for size, *ends in zip(data.shape, before, after, strict=True):
+        for end in ends:
+            if mode != "constant" and end.constant != 0:
+                least = end + 1 if mode == "reflect" else 1
+                g.at_least(size, least, f"an axis with {mode} pads")
     return padded(g, data, before, after, fill, mode)
 
 
@@ -425,6 +426,7 @@ def _depth_to_space(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
     block = node.attrs["blocksize"]
     n, c, h, w = x[0].shape
     size = c // (block * block)
+    g.agree(c, size * block * block, "channels and whole blocks")
     if node.attrs.get("mode", "DCR") == "DCR":
         split, order = (n, Dim.of(block), Dim.of(block), size, h, w), [0, 3, 4, 1, 5, 2]
     else:
@@ -437,6 +439,8 @@ def _space_to_depth(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
     if node.attrs.get("mode", "DCR") != "DCR":
         raise RefusedError(f"mode {node.attrs['mode']}")
     n, c, h, w = x[0].shape
+    for size in (h, w):
+        g.agree(size, size // block * block, "the image and whole blocks")
     step = Dim.of(block)
     split = (n, c, h // block, step, w // block, step)
     moved = transposed(reshaped(g, x[0], split), [0, 3, 5, 1, 2, 4])

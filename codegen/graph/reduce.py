@@ -338,6 +338,7 @@ def _arg(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
     sign = ">" if node.op == "ArgMax" else "<"
     sign += "=" if node.attrs.get("select_last_index", 0) else ""
     kind, size = c_type(data.dtype), data.shape[axis]
+    g.at_least(size, 1, "the axis that it searches")
 
     def at(code: Code, index: Index) -> str:
         own, best, place, name = list(index), code.fresh(), code.fresh("i"), code.fresh("r")

@@ -197,7 +197,7 @@ def _run_sizes(call: Call) -> list[Dim]:
 def _checks(program: Program, sizes: _Sizes) -> list[str]:
     rows = [
         f"{{{sizes.place(check.left)}, {sizes.place(check.right)}, {c_string(str(check.left))}, "
-        f"{c_string(str(check.right))}, {c_string(check.what)}}}"
+        f"{c_string(str(check.right))}, {c_string(check.what)}, {str(check.is_least).lower()}}}"
         for check in program.checks
     ]
-    return [_array("GraphCheck", "kChecks", rows, "{0, 0, nullptr, nullptr, nullptr}")]
+    return [_array("GraphCheck", "kChecks", rows, "{0, 0, nullptr, nullptr, nullptr, false}")]

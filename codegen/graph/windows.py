@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from atsc.codegen.graph.lower import RefusedError
+from atsc.codegen.graph.lower import Lowering, RefusedError
 from atsc.codegen.graph.tensor import Code, Index, Tensor, c_index, c_type
 from atsc.compiler.dims import Dim
 from atsc.compiler.tensor_graph import OnnxNode
@@ -13,7 +13,7 @@ from atsc.compiler.tensor_graph import OnnxNode
 class Windows:
     """How windows of a convolution or a pool lie over the spatial dimensions of an image."""
 
-    def __init__(self, node: OnnxNode, image: Tensor, kernel: Sequence[int]) -> None:
+    def __init__(self, g: Lowering, node: OnnxNode, image: Tensor, kernel: Sequence[int]) -> None:
         attrs, count = node.attrs, len(kernel)
         self.kernel = list(kernel)
         self.strides = list(attrs.get("strides", [1] * count))
@@ -51,8 +51,7 @@ class Windows:
                 begin = (out - 1) * stride - self.before[axis]
                 if begin.constant is not None and begin.constant >= size.constant:
                     out = out - 1
-            if out.constant is not None and out.constant <= 0:
-                raise RefusedError("a window larger than the padded image")
+            g.at_least(out, 1, "the number of windows that the padded image holds")
             self.outputs.append(out)
         pads_used = [*self.before, *self.after]
         self.is_inside = not ceil and all(pad.constant == 0 for pad in pads_used)

@@ -156,10 +156,15 @@ void GraphExecutor::plan_memory() {
   graph_.evaluate(symbols_.data(), sizes_.data());
   for (int index = 0; index < graph_.num_checks; ++index) {
     const GraphCheck& check = graph_.checks[index];
-    if (sizes_[check.left] == sizes_[check.right]) continue;
+    const auto left = static_cast<long long>(sizes_[check.left]);
+    const auto right = static_cast<long long>(sizes_[check.right]);
+    if (check.is_least ? left >= right : left == right) continue;
+    if (check.is_least) {
+      fail(ATSC_INVALID_ARGUMENT, "node %s (%s) is %lld, and must be at least %lld", check.what,
+           check.left_text, left, right);
+    }
     fail(ATSC_INVALID_ARGUMENT, "node %s: %s is %lld and %s is %lld, and they must be equal",
-         check.what, check.left_text, static_cast<long long>(sizes_[check.left]), check.right_text,
-         static_cast<long long>(sizes_[check.right]));
+         check.what, check.left_text, left, check.right_text, right);
   }
   for (int index = 0; index < graph_.num_buffers; ++index) {
     if (sizes_[graph_.buffers[index].elements] < 0) {

@@ -45,12 +45,13 @@ struct GraphCall {
   int32_t grid, workspace_bytes, item_cost;
 };
 
-// Sizes that must be equal.
+// Sizes that must be equal, or the left one at least the right one.
 struct GraphCheck {
   int32_t left, right;    // indices into the sizes
   const char* left_text;
   const char* right_text;
   const char* what;
+  bool is_least;
 };
 
 struct GraphTables {

@@ -167,7 +167,7 @@ struct Plan {
   const GraphTables* graph = nullptr;  // of a general graph: then there are no nodes and no caches
 };
 
-inline constexpr uint32_t kAbiVersion = 4;
+inline constexpr uint32_t kAbiVersion = 5;
 
 extern const Plan kPlan;
 

@@ -106,12 +106,17 @@ def _inputs(file: ModelFile, graph: onnx_ir.Graph) -> Iterable[GraphInput]:
         if value.shape is None or value.dtype is None or not plain:
             raise ModelError(f"{file.path}: input {name} has no type and shape that kernels have")
         dims = [
+            # Some exporters write -1 where they leave a size open.
             Dim.of(size)
-            if isinstance(size, int)
-            else Dim.of(str(size.value) if size.value else f"{name}.{axis}")
+            if isinstance(size, int) and size >= 0
+            else Dim.of(_symbol(size) or f"{name}.{axis}")
             for axis, size in enumerate(value.shape)
         ]
         yield GraphInput(name, _type_name(value.dtype), tuple(dims))
+
+
+def _symbol(size: int | onnx_ir.SymbolicDim) -> str:
+    return str(size.value or "") if isinstance(size, onnx_ir.SymbolicDim) else ""
 
 
 def _type_name(dtype: onnx_ir.DataType) -> str:
