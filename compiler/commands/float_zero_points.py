@@ -34,7 +34,8 @@ def round_float_zero_points(graph: onnx.GraphProto, folder: Path) -> None:
             continue
         scales = numpy_helper.to_array(tensors[node.input[2]], str(folder)).astype(np.float64)
         zeros = numpy_helper.to_array(points, str(folder)).astype(np.float64)
-        rewritten += _split(graph, node, attrs, scales, zeros)
+        element = tensors[node.input[2]].data_type
+        rewritten += _split(graph, node, attrs, scales, zeros, element)
     del graph.node[:]
     graph.node.extend(rewritten)
 
@@ -45,7 +46,9 @@ def _split(
     attrs: dict[str, int],
     scales: np.ndarray[tuple[int, ...], np.dtype[np.float64]],
     zeros: np.ndarray[tuple[int, ...], np.dtype[np.float64]],
+    element: int,
 ) -> list[onnx.NodeProto]:
+    """The nodes in place of one; what corrects its zero points is computed in 32 bits."""
     outputs, width, size = attrs["N"], attrs["K"], attrs["block_size"]
     blocks = -(-width // size)
     rounded = zeros.round().clip(0, 255)
@@ -68,11 +71,20 @@ def _split(
     def made(op: str, inputs: list[str], output: str, **options: Any) -> onnx.NodeProto:
         return helper.make_node(op, inputs, [output], name=f"{stem}/{op}", **options)
 
+    is_narrow = element != onnx.TensorProto.FLOAT
+    wide = f"{stem}/wide" if is_narrow else node.input[0]
+    correction = f"{stem}/narrow" if is_narrow else f"{stem}/correction"
+
+    def cast(source: str, output: str, to: int) -> onnx.NodeProto:
+        return helper.make_node("Cast", [source], [output], name=output, to=to)
+
     return [
         product,
-        made("Pad", [node.input[0], f"{stem}/pads"], f"{stem}/padded"),
+        *([cast(node.input[0], wide, onnx.TensorProto.FLOAT)] if is_narrow else []),
+        made("Pad", [wide, f"{stem}/pads"], f"{stem}/padded"),
         made("Reshape", [f"{stem}/padded", f"{stem}/shape"], f"{stem}/blocks"),
         made("ReduceSum", [f"{stem}/blocks", f"{stem}/axis"], f"{stem}/sums", keepdims=0),
         made("MatMul", [f"{stem}/sums", f"{stem}/rest"], f"{stem}/correction"),
-        made("Add", [product.output[0], f"{stem}/correction"], node.output[0]),
+        *([cast(f"{stem}/correction", correction, element)] if is_narrow else []),
+        made("Add", [product.output[0], correction], node.output[0]),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -15,7 +16,10 @@ from atsc.compiler.commands.float_zero_points import round_float_zero_points
 
 @pytest.mark.parametrize(("width", "size"), [(64, 32), (48, 16), (70, 32)])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_it_means_the_same(width: int, size: int, has_bias: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 1e-5), (np.float16, 2e-3)])
+def test_it_means_the_same(
+    width: int, size: int, has_bias: bool, dtype: Any, tolerance: float, tmp_path: Path
+) -> None:
     rng = np.random.default_rng(0)
     blocks = -(-width // size)
     codes = rng.integers(0, 256, (5, blocks, size), np.uint8)
@@ -23,6 +27,7 @@ def test_it_means_the_same(width: int, size: int, has_bias: bool, tmp_path: Path
     zeros = rng.uniform(-40, 300, (5, blocks)).astype(np.float32)
     bias = rng.standard_normal(5).astype(np.float32) if has_bias else np.zeros(5, np.float32)
     x = rng.standard_normal((7, width)).astype(np.float32)
+    scales, zeros, bias, x = (array.astype(dtype) for array in (scales, zeros, bias, x))
     decoder = MiniDecoder(x)
     for name, array in {"codes": codes, "scales": scales, "zeros": zeros, "bias": bias}.items():
         decoder.constant(name, array)
@@ -38,7 +43,7 @@ def test_it_means_the_same(width: int, size: int, has_bias: bool, tmp_path: Path
     (logits,) = session.run(None, {"input_ids": np.arange(7, dtype=np.int64)[None]})
     weight = (codes - zeros[..., None].astype(np.float64)) * scales[..., None]
     expected = x @ weight.reshape(5, -1)[:, :width].T + bias
-    assert np.linalg.norm(logits[0] - expected) <= 1e-5 * np.linalg.norm(expected)
+    assert np.linalg.norm(logits[0] - expected) <= tolerance * np.linalg.norm(expected)
 
 
 def test_other_nodes_stay(tmp_path: Path) -> None:
