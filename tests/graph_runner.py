@@ -22,26 +22,26 @@ from atsc.codegen.graph.kernels import Call, header_text
 from atsc.codegen.graph.lower import Program, lower
 from atsc.codegen.graph.rules import RULES
 from atsc.codegen.graph.tensor import Buffer
-from atsc.codegen.tail import TailKernel
+from atsc.codegen.tail import LEVELS, TailKernel
 from atsc.codegen.toolchain import Unit, compile_units, link_library
 from atsc.compiler.errors import AtscError, CodegenError, UsageError
 from atsc.compiler.importers.onnx.general import general_of_proto
 
-LEVEL = "avx2"
-FLAGS = ("-mavx2", "-mfma", "-mf16c", "-fvisibility=default")
+FLAGS = ("-fvisibility=default",)
 _ALIGNMENT = 64
 
 
 class GraphRunner:
     """A compiled model: call it with named arrays."""
 
-    def __init__(self, model: onnx.ModelProto) -> None:
+    def __init__(self, model: onnx.ModelProto, level: str = "avx2") -> None:
+        self._level = level
         graph = general_of_proto(model, lambda domain, op: (domain, op) in RULES)
         self.program: Program = lower(graph, RULES, generated)
         kernels = {call.kernel.name: call.kernel for call in self.program.calls}
         with tempfile.TemporaryDirectory() as folder:
             library = Path(folder) / "graph.so"
-            link_library(compile_units(_units(list(kernels.values()))), library)
+            link_library(compile_units(_units(list(kernels.values()), level)), library)
             self._library = ctypes.CDLL(str(library))
         self._constants = {
             buffer: _aligned(np.ascontiguousarray(constant.read()))
@@ -84,7 +84,7 @@ class GraphRunner:
         buffers = [arrays[buffer] for buffer in (*call.inputs, *call.outputs)]
         tensors = (ctypes.c_void_p * len(buffers))(*(array.ctypes.data for array in buffers))
         workspace = _aligned(np.zeros(kernel.workspace_bytes.evaluate(named), np.uint8))
-        function = self._library[kernel.symbol(LEVEL)]
+        function = self._library[kernel.symbol(self._level)]
         function.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 2
         grid = kernel.grid.evaluate(named)
         edges = sorted({0, grid // 3, grid // 3 * 2, grid})
@@ -102,7 +102,7 @@ def compile_model(model: onnx.ModelProto) -> GraphRunner:
     return GraphRunner(model)
 
 
-def _units(kernels: list[TailKernel]) -> list[Unit]:
+def _units(kernels: list[TailKernel], level: str) -> list[Unit]:
     groups: dict[tuple[tuple[str, ...], tuple[str, ...]], list[TailKernel]] = {}
     for kernel in kernels:
         key = (kernel.headers or (kernel.name,), kernel.flags)
@@ -112,8 +112,9 @@ def _units(kernels: list[TailKernel]) -> list[Unit]:
         own = bool(group[0].headers)
         source = "".join(header_text(name) for name in headers) if own else ""
         source += "\n".join(kernel.source for kernel in group)
-        units.append(Unit("graph" if own else group[0].name, source, (*FLAGS, *flags)))
-    tiles = [unit for unit in tile_units(FLAGS) if unit.name.endswith(LEVEL)]
+        unit_flags = (*LEVELS[level], *FLAGS, *flags)
+        units.append(Unit("graph" if own else group[0].name, source, unit_flags))
+    tiles = [unit for unit in tile_units(FLAGS) if unit.name.endswith(level)]
     return [*units, *(tiles if any(kernel.has_levels for kernel in kernels) else [])]
 
 

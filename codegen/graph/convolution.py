@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -184,7 +183,7 @@ def _average_pool(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
         value = total.at(code, index)
         return code.rounded(x[0].dtype, f"({kind})({value} / ({kind})({' * '.join(ones)}))")
 
-    return replace(total, at=at, cost=total.cost + 8)
+    return Tensor(x[0].dtype, total.shape, at, cost=total.cost + 8, product=total.product)
 
 
 def _global_pool(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:

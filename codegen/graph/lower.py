@@ -50,6 +50,7 @@ _MAX_RANK = 8
 """Of inputs and outputs: ATSC_MAX_RANK of the C interface. Tensors inside may have more."""
 _SHAPE_READERS = ("Shape", "Size")
 _MOST_NODES_OF_DIAMOND = 24
+_MOST_COST_OF_DIAMOND = 16 * DEAR
 FINISHING = frozenset(
     ("", name)
     for name in (
@@ -154,8 +155,9 @@ class Lowering:
             for size in tensor.shape:
                 self.at_least(size, 0, "a size of its result")
             if tensor.known is None and self._uses[name] > 1 and tensor.cost > 1:
-                is_finished = tensor.product is not None or tensor.cost < DEAR
-                if not (is_finished and name in self._meeting):
+                # Costs count what is read twice twice, as does the work here.
+                limit = DEAR if tensor.product is None else _MOST_COST_OF_DIAMOND
+                if not (tensor.cost < limit and name in self._meeting):
                     tensor = self.store(tensor)
             self._values[name] = tensor
 

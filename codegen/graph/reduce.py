@@ -295,7 +295,8 @@ def _layer_norm(
     assert data is not None
     axis = axis_of(node.attrs.get("axis", -1), data.rank)
     axes = list(range(axis, data.rank))
-    if data.dtype == "float32" and axes and not any(node.outputs[1:]):
+    is_plain = all(v is None or v.rank <= len(axes) for v in (scale, bias))
+    if data.dtype == "float32" and axes and is_plain and not any(node.outputs[1:]):
         return _layer_norm_rows(
             g, data, len(axes), node.attrs.get("epsilon", 1e-5), scale, bias, dtype
         )
