@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import onnxruntime
-from decomposed import CONTEXT, KV_HEADS, LAYERS, SIZE, VOCAB, Decoder, Spelling
+from decomposed import Decoder
+from decomposed_parts import CONTEXT, KV_HEADS, LAYERS, SIZE, VOCAB, Spelling
 
 IDS = np.random.default_rng(3).integers(0, VOCAB, 22)
 PROMPT = 17

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from decomposed import CONTEXT, LAYERS, SIZE, Decoder, Spelling
+from decomposed import Decoder
 from decomposed_logits import IDS, PROMPT, logits_of
+from decomposed_parts import CONTEXT, LAYERS, SIZE, Spelling
 from interpreter import replay
 from mini_decoder import MICROSOFT, MiniDecoder
 

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from decomposed import Decoder, Spelling
+from decomposed import Decoder
 from decomposed_logits import IDS, PROMPT, logits_of
+from decomposed_parts import Spelling
 from interpreter import replay
 from onnx import numpy_helper
 from onnxruntime.quantization import QuantType, quantize_dynamic
