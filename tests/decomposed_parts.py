@@ -23,7 +23,7 @@ class Spelling:
     # glm (partial pairs), ernie (pairs, as GLM has them),
     # yarn, none, last_none, learned, only_q; wrong: dynamic
     rope_in_heads_last: bool = False  # rope on [B, M, H, D], before the transpose
-    norm: str = "rms"  # layer, rms_div, cast
+    norm: str = "rms"  # layer, layer_node (one operator), rms_div, cast
     order: str = "pre"  # post: OLMo2; sandwich: GLM4; parallel: Phi-2; parallel_two: GPT-NeoX
     qk_norm: str = "none"  # before, after rope, rows (before the reshape)
     repeat: str = "expand"  # tile, grouped
@@ -115,6 +115,9 @@ class Parts:
 
     def norm(self, x: str, width: int) -> str:
         weight = self.weight(width, offset=1.0)
+        if self.s.norm == "layer_node":
+            bias = self.weight(width)
+            return str(self.op("LayerNormalization", x, weight, bias, axis=-1, epsilon=1e-5))
         eps, two = self.const(1e-5), self.const(2.0)
         if self.s.norm == "layer":
             centred = self.op("Sub", x, self.op("ReduceMean", x, self.ints(-1)))

@@ -1,8 +1,9 @@
-"""layer_norm: layer normalisation over the whole row, with an optional int8 output.
+"""layer_norm: layer normalisation, with an optional int8 output.
 
     y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias
 
-Shapes: x [M, W]; weight and bias [W]; `y` float32 [M, W]; `y_q8` the same quantised
+Mean and variance run over groups of `group` columns (0: the whole row; a head size: QK-norm).
+Shapes: x [M, W]; weight and bias [group]; `y` float32 [M, W]; `y_q8` the same quantised
 (ops/quantize.py); either output may be absent. Source: ONNX LayerNormalization (axis=-1);
 com.microsoft SkipLayerNormalization.
 """
@@ -29,13 +30,14 @@ def _infer(attrs: Attrs, inputs: Sequence[Operand]) -> tuple[TensorType, ...]:
 
 def _reference(attrs: Attrs, inputs: Sequence[Any], state: RoundState) -> tuple[Any, ...]:
     x, weight, bias = [*inputs, None][:3]
-    wide = x.astype(np.float64)
+    group = int(attrs["group"]) or x.shape[-1]
+    wide = x.astype(np.float64).reshape(*x.shape[:-1], -1, group)
     centred = wide - wide.mean(axis=-1, keepdims=True)
     y = centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + float(attrs["eps"]))
     y = y * dequantize(weight)
     if bias is not None:
         y = y + dequantize(bias)
-    y = y.astype(np.float32)
+    y = y.reshape(x.shape).astype(np.float32)
     return y, quantize_rows(y)
 
 
@@ -48,12 +50,12 @@ def _cost(attrs: Attrs, inputs: Sequence[Operand], rows: int, context: int) -> C
 
 def _samples() -> Iterator[Sample]:
     rng = np.random.default_rng(0)
-    for rows, width in ((1, 576), (5, 100), (17, 256)):
+    for rows, width, group in ((1, 576, 0), (5, 100, 0), (17, 256, 0), (3, 160, 40), (2, 512, 64)):
         x = rng.standard_normal((rows, width), np.float32) + 3
-        weight = random_float_weight(rng, (width,), DType.F32, "w")
-        bias = random_float_weight(rng, (width,), DType.F32, "b")
-        yield Sample({"eps": 1e-5}, (x, weight, bias))
-        yield Sample({"eps": 1e-6}, (x, weight))
+        weight = random_float_weight(rng, (group or width,), DType.F32, "w")
+        bias = random_float_weight(rng, (group or width,), DType.F32, "b")
+        yield Sample({"eps": 1e-5, "group": group}, (x, weight, bias))
+        yield Sample({"eps": 1e-6, "group": group}, (x, weight))
 
 
 OPS = (
@@ -61,7 +63,7 @@ OPS = (
         name="layer_norm",
         inputs=("x", "weight", "bias?"),
         outputs=("y", "y_q8"),
-        attrs={"eps": REQUIRED},
+        attrs={"eps": REQUIRED, "group": 0},
         infer=_infer,
         reference=_reference,
         cost=_cost,

@@ -26,11 +26,10 @@ def _emit_norm(
     if rms:
         lowering.emit("rms_norm", node.name, (x.name, weight), output, eps=eps, group=x.group)
     else:
-        if x.group:
-            raise ModelError(f"layer normalisation of heads of {x.group}")
         constant = None if beta is None else node.optional_constant(beta)
         bias = "" if constant is None else lowering.vector(constant, width)
-        lowering.emit("layer_norm", node.name, (x.name, weight, bias), output, eps=eps)
+        inputs = (x.name, weight, bias)
+        lowering.emit("layer_norm", node.name, inputs, output, eps=eps, group=x.group)
     lowering.bind(output, Rows(output, x.width, x.group))
 
 

@@ -13,6 +13,7 @@ from decomposed_logits import IDS, PROMPT, logits_of
 from decomposed_parts import CONTEXT, LAYERS, SIZE, Spelling
 from interpreter import replay
 from mini_decoder import MICROSOFT, MiniDecoder
+from plan_logits import plan_logits
 
 from atsc.compiler.errors import ModelError
 from atsc.compiler.importers.onnx import import_onnx
@@ -33,6 +34,10 @@ PHI_2 = Spelling(
     bias=True,
     head_bias=True,
 )
+PERSIMMON = Spelling(
+    order="parallel_two", rope="partial", norm="layer", qk_norm="before", activation="relu2",
+    mlp="plain", bias=True,
+)  # fmt: skip
 RIGHT = {
     "plain": Spelling(),
     "boolean mask, guarded": Spelling(mask="boolean", guard=True),
@@ -55,6 +60,10 @@ RIGHT = {
     "Nemotron": Spelling(activation="relu2", norm="layer", rope="partial", mlp="plain"),
     "OLMo2": Spelling(order="post", qk_norm="rows", norm="rms_div"),
     "norms divide": Spelling(qk_norm="before", norm="rms_div"),
+    "Persimmon": PERSIMMON,
+    "layer norms of heads after rope": replace(PERSIMMON, norm="layer_node", qk_norm="after"),
+    "layer norms of heads, packed": Spelling(norm="layer_node", qk_norm="before", packed=True),
+    "layer norms of heads, Attention": replace(PERSIMMON, fused="heads", activation="gelu_tanh"),
     "Granite": Spelling(multipliers=True),
     "packed": Spelling(packed=True, bias=True),
     "num_logits_to_keep": Spelling(keep_logits=True),
@@ -102,6 +111,21 @@ def test_spellings_match_onnxruntime(name: str, tmp_path: Path) -> None:
     tolerance = 1e-2 if RIGHT[name].narrow else 2e-3
     assert np.linalg.norm(actual - expected) <= tolerance * np.linalg.norm(expected)
     assert sum(node.op == "attention" for node in graph.nodes) == LAYERS
+
+
+@pytest.mark.toolchain
+@pytest.mark.parametrize("qk_norm", ["before", "after"])
+def test_plans_with_layer_norms_of_heads(tmp_path: Path, qk_norm: str) -> None:
+    """The norms stay nodes of their own before attention, on the CPU and on the device."""
+    spelling = replace(PERSIMMON, qk_norm=qk_norm)
+    nodes = imported(spelling, tmp_path).nodes
+    assert (
+        sum(node.op == "layer_norm" and node.attrs["group"] == SIZE for node in nodes) == 2 * LAYERS
+    )
+    expected = logits_of(tmp_path / "model.onnx", spelling)
+    ids = [int(token) for token in IDS]
+    for logits in plan_logits(tmp_path / "model.onnx", tmp_path, ids, PROMPT):
+        assert np.linalg.norm(logits - expected) <= 2e-3 * np.linalg.norm(expected)
 
 
 def test_bfloat16_throughout(tmp_path: Path) -> None:
