@@ -18,16 +18,30 @@ DYNAMIC_MATMUL = "DynamicMatMul"
 _MICROSOFT = "com.microsoft"
 
 
-QUANTISED_ATTENTION = (
+_QUANTISED_ATTENTION = (
     "quantize_dynamic makes it of Attention, and onnxruntime itself takes no such file: "
     'quantise with op_types_to_quantize=["MatMul", "Gather"]'
 )
-"""Why a QAttention is refused: its inputs are those of another operator than the name says."""
+_QUANTISED_PRODUCT = (
+    "a product of activations that are both rounded to 8 bits is no attention of ours: "
+    "quantise with MatMulConstBOnly, quantize_dynamic's default"
+)
 
 
-def quantised_attentions(graph: onnx_ir.Graph) -> list[onnx_ir.Node]:
-    """The nodes that nothing can be made of; all that reads them would be refused too."""
-    return [node for node in graph if node.op_type == "QAttention"]
+def spoiled_attentions(graph: onnx_ir.Graph) -> dict[onnx_ir.Node, str]:
+    """Why an attention cannot be found again, by the nodes that were made of it.
+
+    Whatever else there is around these would be refused too, each node by its own name.
+    """
+    found = {}
+    for node in graph:
+        if node.op_type == "QAttention":
+            found[node] = _QUANTISED_ATTENTION
+        elif node.op_type in ("MatMulInteger", "MatMulIntegerToFloat"):
+            codes = node.inputs[1]
+            if codes is not None and not _is_constant(codes):
+                found[node] = _QUANTISED_PRODUCT
+    return found
 
 
 def rewrite_dynamic_quantization(graph: onnx_ir.Graph) -> None:
@@ -116,12 +130,18 @@ def _replace(graph: onnx_ir.Graph, old: onnx_ir.Node, made: onnx_ir.Node) -> Non
 
 
 def _is_constant(value: onnx_ir.Value) -> bool:
-    """Whether a value is a constant, or one turned round."""
-    maker = value.producer()
-    if maker is None or maker.op_type == "Constant":
-        return value.const_value is not None
-    source = maker.inputs[0] if maker.op_type in ("Transpose", "Identity") else None
-    return source is not None and _is_constant(source)
+    """Whether a value is a constant, or computed of constants alone."""
+    stack, seen = [value], set[onnx_ir.Value]()
+    while stack:
+        current = stack.pop()
+        maker = current.producer()
+        if current in seen or (maker is not None and maker.op_type == "Constant"):
+            continue
+        seen.add(current)
+        if maker is None and current.const_value is None:
+            return False
+        stack.extend(v for v in (() if maker is None else maker.inputs) if v is not None)
+    return True
 
 
 def _only_reader(value: onnx_ir.Value, op_type: str) -> onnx_ir.Node | None:

@@ -26,6 +26,7 @@ SPELLINGS = {
     ),
     "learned positions": Spelling(rope="learned", norm="layer", activation="gelu_erf", bias=True),
     "boolean mask, guarded": Spelling(mask="boolean", guard=True),
+    "cache of a fixed size": Spelling(cache="scatter_nd"),
 }  # fmt: skip
 
 
