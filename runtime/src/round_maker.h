@@ -1,6 +1,6 @@
-// Makes rounds ready on a thread of its own, while others run: chooses promotions anew, reads weights
-// of units that retreat, builds the device's list and the host's program, and frees what is no longer used. The rounds' thread hands
-// in work and takes results between two rounds, and never waits.
+// Makes rounds ready on a thread of its own, while others run: chooses promotions anew, reads the
+// weights of units that retreat, builds the device's list and the host's program, and frees what is no
+// longer used. The rounds' thread hands in work and takes results between two rounds, and never waits.
 #pragma once
 
 #include <condition_variable>

@@ -236,11 +236,10 @@ TransferPolicy::Answer TransferPolicy::decide(const Question& question,
   }
   answer.choice.promotions = std::move(found.promotions);
   answer.after_ns = found.round_ns;
-  // Home is where units live: nothing has to be gained by going there.
+  // Units come home whatever is predicted: the trial tells whether they should have stayed.
   const bool returns = !question.present.retreats.empty() && !question.may_retreat;
-  const double gain = returns ? 0 : kWorthwhileGain;
-  const auto most_ns = static_cast<double>(answer.before_ns) * (1 - gain);
-  answer.is_worthwhile = static_cast<double>(answer.after_ns) < most_ns;
+  const auto most_ns = static_cast<double>(answer.before_ns) * (1 - kWorthwhileGain);
+  answer.is_worthwhile = returns || static_cast<double>(answer.after_ns) < most_ns;
   return answer;
 }
 

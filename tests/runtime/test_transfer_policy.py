@@ -65,6 +65,10 @@ def test_choices_follow_the_speed_of_the_cpu(choices_test: Path) -> None:
     check(choices_test, "speeds", 2000, 1)
 
 
+def test_a_device_that_comes_back_late(choices_test: Path) -> None:
+    check(choices_test, "late", 2000, 1)
+
+
 def test_weights_that_cannot_be_read(choices_test: Path) -> None:
     check(choices_test, "damaged", 60, 1)
 
@@ -83,6 +87,7 @@ def test_sanitized(tmp_path: Path, sanitizer: str) -> None:
     program = hybrid_programs.build_program("choices_test", tmp_path / "choices_test", flags)
     check(program, "choices", 300, 3)
     check(program, "damaged", 30, 3)
+    check(program, "late", 2000, 3)
     check(program, "no_memory", 30, 3)
     check(program, "speeds", 2000, 3)
 

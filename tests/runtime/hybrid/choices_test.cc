@@ -4,6 +4,8 @@
 //     choices_test choices ROUNDS SEED FILE   random plans, placements, slots, choices
 //     choices_test damaged ROUNDS SEED FILE   weights of what retreats cannot be read: nothing changes
 //     choices_test no_memory ROUNDS SEED FILE two graphs do not fit: the first choice stays
+//     choices_test late ROUNDS SEED FILE      at most so many until units retreat from a late device, and
+//                                             come home
 //     choices_test speeds ROUNDS SEED FILE    at most so many until choices follow the CPU's speed
 //
 // Prints "fine"; FILE is for the weights.
@@ -223,6 +225,56 @@ RandomPlan plan_with_times(Random& random) {
   return made;
 }
 
+// Rounds of two sessions, now and then of a chunk, until units have retreated or come home, be it for a
+// trial: on this machine the host may be faster. False: they did not in time.
+bool play_until(bool retreated, Setup& setup, HybridExecutor& hybrid, Random& random,
+                const std::string& path, int num_rounds) {
+  constexpr int kRoundsAtOnce = 50;
+  for (int round = 0; round < num_rounds; round += kRoundsAtOnce) {
+    compare(setup, hybrid, random, path, kRoundsAtOnce);
+    bool has_changed = false;
+    for (atsc_change change = hybrid.take_change(); change.when_ns != 0;
+         change = hybrid.take_change()) {
+      std::fprintf(stderr, "%s: %d retreated, %.2f ms -> %.2f ms, %.2f MiB\n", change.reason,
+                   change.num_retreated, static_cast<double>(change.before_ns) / 1e6,
+                   static_cast<double>(change.after_ns) / 1e6,
+                   static_cast<double>(change.host_bytes) / (1 << 20));
+      has_changed |= (change.num_retreated > 0) == retreated;
+    }
+    if (has_changed) return true;
+  }
+  return false;
+}
+
+// A device that comes back late, and then in time again. What takes long on the CPU stays there, so
+// that some hand-offs are left to tell.
+void test_late(Random& random, const std::string& path, int num_rounds) {
+  constexpr int kLayers = 5, kLayersAtHome = 2;
+  RandomPlan made(random, kLayers);
+  Placement placement;
+  placement.on_device = {0};
+  for (int layer = 0; layer < kLayers; ++layer) {
+    const bool is_at_home = layer < kLayersAtHome;
+    placement.on_device.insert(placement.on_device.end(), {is_at_home, 1, 1});
+  }
+  placement.on_device.push_back(1);
+  for (size_t unit = 0; unit < made.units.size(); ++unit) {
+    const bool is_heavy = unit > 0 && (unit <= 3 * kLayersAtHome || unit + 1 == made.units.size());
+    made.units[unit].decode = made.units[unit].prefill = {is_heavy ? 10'000'000'000 : 100'000, 10'000};
+  }
+  Setup setup(made, path, placement, VirtualOptions{}, 1, 2);
+  setup.plan.device.hand_off_ns = 200'000;  // threads of this machine play the device
+  HybridExecutor hybrid(setup.plan, *setup.residency, setup.executor, setup.pool);
+  compare(setup, hybrid, random, path, 50);
+  count_changes(hybrid);
+  setup.device->set_wake_ns(4'000'000);
+  EXPECT(play_until(true, setup, hybrid, random, path, num_rounds));
+  compare(setup, hybrid, random, path, 50);
+  setup.device->set_wake_ns(0);
+  EXPECT(play_until(false, setup, hybrid, random, path, num_rounds));
+  compare(setup, hybrid, random, path, 50);
+}
+
 // The CPU is far faster than planned, then far slower, then fast again.
 void test_speeds(Random& random, const std::string& path, int num_rounds) {
   const RandomPlan made = plan_with_times(random);
@@ -268,6 +320,7 @@ int main(int argc, char** argv) {
   const std::string name = argv[1];
   if (name == "choices") test_choices(random, argv[4], std::atoi(argv[2]));
   if (name == "speeds") test_speeds(random, argv[4], std::atoi(argv[2]));
+  if (name == "late") test_late(random, argv[4], std::atoi(argv[2]));
   if (name == "damaged") test_damaged(random, argv[4], std::atoi(argv[2]));
   if (name == "no_memory") test_no_memory(random, argv[4], std::atoi(argv[2]));
   std::puts("fine");

@@ -167,7 +167,9 @@ RoundRecord Machine::run(const HybridRound& round, const Choice& choice, Noise n
     const int64_t wait_ns = now_ns;
     if (node > 0 && on_device != was_on_device) {
       now_ns += setup_.plan.device.hand_off_ns;
-      if (on_device) now_ns += std::llrint(static_cast<double>(wake_ns) * between(noise.random, 0.5, 1.5));
+      if (on_device) {
+        now_ns += std::llrint(static_cast<double>(wake_ns) * between(noise.random, 0.5, 1.5));
+      }
     }
     was_on_device = on_device;
     const int unit = model.unit_timed_at(node);
@@ -395,8 +397,8 @@ void test_mistake(Random& random, const std::string& path, int num_trials) {
   EXPECT(num_mistakes > num_trials / 3);
 }
 
-// Another program keeps a device that yields. Units retreat then, and come home when that one is gone.
-// Where the host is slower at it than any model knows, they stay.
+// Another program keeps a device that yields. Units retreat then, and come home when that one is
+// gone. Where the host is slower at it than any model knows, they stay.
 void test_retreat(Random& random, const std::string& path, int num_trials) {
   int num_retreats = 0, num_refused = 0;
   for (int trial = 0; trial < num_trials; ++trial) {
@@ -412,10 +414,10 @@ void test_retreat(Random& random, const std::string& path, int num_trials) {
     if (game.num_hand_offs() == 0 || game.regret(true) < 0.1) continue;
     const double before = game.regret(true);
     game.play(100, 0.02);
-    std::fprintf(stderr, "%d: wake %.1f ms, regret %.2f -> %.2f, retreats %d, %lld hand-offs, %d questions\n",
+    std::fprintf(stderr, "%d: wake %.1f ms, regret %.2f -> %.2f, %s, %lld hand-offs, %d questions\n",
                  trial, static_cast<double>(machine.wake_ns) / 1e6, before, game.regret(true),
-                 game.has_retreated(), static_cast<long long>(game.num_hand_offs()),
-                 game.num_questions);
+                 game.has_retreated() ? "retreated" : "at home",
+                 static_cast<long long>(game.num_hand_offs()), game.num_questions);
     EXPECT(game.num_questions <= 4);
     if (!helps) {
       EXPECT(!game.has_retreated());
