@@ -73,8 +73,8 @@ def add_transfer_flags(parser: argparse.ArgumentParser) -> None:
         "--waits",
         choices=("load-aware", "yield", "hold"),
         default="load-aware",
-        help="whether other programs may have the GPU while decode waits for the CPU: yes; no; or yes, "
-        "and the CPU takes units over where the GPU comes back late (the default)",
+        help="whether other programs may have the GPU while decode waits for the CPU: yes; no; or "
+        "yes, and the CPU takes units over where the GPU comes back late (the default)",
     )
 
 
