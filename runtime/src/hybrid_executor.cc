@@ -159,7 +159,7 @@ void HybridExecutor::adopt_what_is_ready() {
     return;
   }
   if (result->has_failed) {
-    policy_.put_off(*order.question, now_ns + kPauseAfterFailureNs);
+    policy_.put_off(*order.question, result->answer, now_ns + kPauseAfterFailureNs);
   } else {
     policy_.settle(*order.question, result->answer,
                    {now_ns - begin_ns, result->taken_ns, result->host_bytes}, now_ns);

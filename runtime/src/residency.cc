@@ -12,7 +12,6 @@ namespace {
 
 constexpr uint64_t kAlignment = 256;
 constexpr uint64_t kPage = 4096;
-constexpr uint64_t kMemoryReserve = 256 << 20;  // left to the machine when units retreat
 constexpr uint64_t kPinnedReserve = 64 << 10;  // left to rounds where the system refuses to pin more
 
 uint64_t round_up(uint64_t bytes, uint64_t multiple) {
@@ -135,6 +134,7 @@ Residency::Residency(const Plan& plan, Device& device, const Placement& placemen
       device_(device),
       share_(plan, device, placement),
       weights_(host.weights),
+      reserve_bytes_(host.reserve_bytes),
       weights_path_(weights_path),
       weights_file_(open_weights(plan, weights_path)),
       is_on_host_(share_.unit_on_host),
@@ -229,8 +229,9 @@ uint64_t Residency::missing_on_host(std::span<const int> units) const {
 
 void Residency::hold_on_host(std::span<const int> units) {
   const std::vector<int> missing = missing_units(units);
+  if (missing.empty()) return;
   const uint64_t bytes = missing_on_host(units), available = platform::available_memory();
-  if (bytes > 0 && bytes + kMemoryReserve > available) {
+  if (available < reserve_bytes_ || available - reserve_bytes_ < bytes) {
     fail(ATSC_DEVICE_ERROR, "%.1f MiB of memory are left, too little for another %.1f MiB of weights",
          static_cast<double>(available) / (1 << 20), static_cast<double>(bytes) / (1 << 20));
   }

@@ -93,6 +93,7 @@ class Residency {
   struct HostMemory {
     std::byte* weights;  // anonymous memory for all of weights.bin
     std::byte* arena;    // page-aligned
+    uint64_t reserve_bytes = 256 << 20;  // of memory that are left when units retreat
   };
 
   // Takes the memory, reads, checks and uploads weights.bin, and pins the host's arena and what can
@@ -154,6 +155,7 @@ class Residency {
   Device& device_;
   const DeviceShare share_;
   std::byte* weights_;
+  const uint64_t reserve_bytes_;
   const std::string weights_path_;
   const platform::File weights_file_;  // open, for the folder may be exchanged for another plan's
   std::vector<uint8_t> is_on_host_;    // a unit: its weights are in the host's part

@@ -6,6 +6,8 @@
 namespace atsc {
 namespace {
 
+constexpr size_t kMostRetreats = 8;  // sets to try; each takes up to a millisecond to schedule
+
 bool reads_own_weights(const DeviceShare& share, const NodeEntry& node) {
   return std::ranges::any_of(node.in, [&](const Operand& in) {
     return in.kind == OperandKind::kWeight && share.unit_at(in.index) == node.unit;
@@ -164,12 +166,17 @@ TransferMachine TransferModel::machine(const Speeds& speeds) const {
           .cpu_share = cpu_share()};
 }
 
-// Without promotions, what stays on the device between two of the host's units costs the same whatever
-// the others do: its time there and two hand-offs, or one if nothing follows.
-std::vector<int> TransferModel::retreats(const RoundShape& shape, const Speeds& speeds) const {
+// Without promotions, a stretch that stays on the device costs the same whatever the others do: its time
+// there and two hand-offs, or one if nothing follows; the last set is the best then. With promotions a
+// smaller one may be.
+std::vector<std::vector<int>> TransferModel::retreats(const RoundShape& shape,
+                                                      const Speeds& speeds) const {
+  struct Stretch {
+    double share;  // of its time on the device that it takes on the host
+    std::ptrdiff_t first, end;
+  };
   const std::vector<TransferUnit> units = units_of(shape, speeds, {});
-  const std::vector<int> indices = running(shape);
-  std::vector<int> found;
+  std::vector<Stretch> stretches;
   for (size_t first = 1; first < units.size(); ++first) {
     if (!units[first].on_device || units[first - 1].on_device) continue;
     size_t end = first;
@@ -179,14 +186,27 @@ std::vector<int> TransferModel::retreats(const RoundShape& shape, const Speeds& 
       cpu_ns += units[end].cpu_ns;
     }
     if (end < units.size()) gpu_ns += units[end].to_host_ns;
-    if (cpu_ns < gpu_ns) {
-      found.insert(found.end(), indices.begin() + static_cast<std::ptrdiff_t>(first),
-                   indices.begin() + static_cast<std::ptrdiff_t>(end));
+    const double share = static_cast<double>(cpu_ns) /
+                         static_cast<double>(std::max<int64_t>(gpu_ns, 1));
+    if (share < 1) {
+      stretches.push_back({share, static_cast<std::ptrdiff_t>(first),
+                           static_cast<std::ptrdiff_t>(end)});
     }
     first = end;
   }
-  std::ranges::sort(found);
-  return found;
+  std::ranges::stable_sort(stretches, {}, &Stretch::share);
+  const std::vector<int> indices = running(shape);
+  const size_t num_sets = std::min(stretches.size(), kMostRetreats);
+  std::vector<std::vector<int>> sets;
+  for (size_t number = 1; number <= num_sets; ++number) {
+    std::vector<int>& made = sets.emplace_back();
+    for (size_t taken = 0; taken < stretches.size() * number / num_sets; ++taken) {
+      made.insert(made.end(), indices.begin() + stretches[taken].first,
+                  indices.begin() + stretches[taken].end);
+    }
+    std::ranges::sort(made);
+  }
+  return sets;
 }
 
 TransferSchedule TransferModel::schedule(TransferScheduler& scheduler, const RoundShape& shape,

@@ -227,9 +227,9 @@ TransferPolicy::Answer TransferPolicy::decide(const Question& question,
   answer.before_ns = model_.predict(scheduler, shape, speeds, question.present);
   TransferSchedule found = model_.schedule(scheduler, shape, speeds);
   if (question.may_retreat) {
-    std::vector<int> retreats = model_.retreats(shape, speeds);
-    TransferSchedule other = model_.schedule(scheduler, shape, speeds, retreats);
-    if (other.round_ns < found.round_ns) {
+    for (std::vector<int>& retreats : model_.retreats(shape, speeds)) {
+      TransferSchedule other = model_.schedule(scheduler, shape, speeds, retreats);
+      if (other.round_ns >= found.round_ns) continue;
       found = std::move(other);
       answer.choice.retreats = std::move(retreats);
     }
@@ -263,9 +263,14 @@ void TransferPolicy::settle(const Question& question, const Answer& answer, cons
   log(question.shape, reason, answer, cost);
 }
 
-void TransferPolicy::put_off(const Question& question, int64_t until_ns) {
+void TransferPolicy::put_off(const Question& question, const Answer& answer, int64_t until_ns) {
   const auto known = std::ranges::find(adopted_, question.shape, &Adopted::shape);
-  if (known != adopted_.end()) known->asked_ns = until_ns;
+  if (known == adopted_.end()) return;
+  if (!answer.choice.retreats.empty() && known->choice.retreats.empty()) {
+    known->refused_wake = question.drifts.wake;
+  } else {
+    known->asked_ns = until_ns;
+  }
 }
 
 void TransferPolicy::log(const RoundShape& shape, const std::string& reason, const Answer& answer,

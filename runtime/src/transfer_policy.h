@@ -73,7 +73,8 @@ class TransferPolicy {
     Choice before = {};          // what comes back if the trial says so
     Drifts assumed_before = {};
     int rounds_to_wait = 0;      // until speeds are those of the choice that came back
-    double refused_wake = 0;     // the drift with which a retreat was no faster; 0: none was refused
+    // The drift with which a retreat was no faster, or had no memory; 0: none was refused.
+    double refused_wake = 0;
     int rounds_in_time = 0;      // since the device came back late, while retreated
     int rounds_to_return = kRoundsToReturn;  // so many of those end the retreat
     uint64_t last_used = 0;
@@ -107,8 +108,8 @@ class TransferPolicy {
   };
   // The end of a question: its answer is what rounds do from now on, if it is worthwhile.
   void settle(const Question& question, const Answer& answer, const Cost& cost, int64_t now_ns);
-  // It could not be made; ask again later.
-  void put_off(const Question& question, int64_t until_ns);
+  // It could not be made. Ask again later; if it was a retreat, soon, and then for promotions alone.
+  void put_off(const Question& question, const Answer& answer, int64_t until_ns);
 
   // The oldest that was not taken yet, without struct_size; when_ns 0: there is none.
   atsc_change take_change();

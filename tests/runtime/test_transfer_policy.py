@@ -69,8 +69,9 @@ def test_a_device_that_comes_back_late(choices_test: Path) -> None:
     check(choices_test, "late", 2000, 1)
 
 
-def test_weights_that_cannot_be_read(choices_test: Path) -> None:
-    check(choices_test, "damaged", 60, 1)
+@pytest.mark.parametrize("why", ["damaged", "no_host_memory"])
+def test_weights_that_cannot_be_had(choices_test: Path, why: str) -> None:
+    check(choices_test, why, 60, 1)
 
 
 def test_no_memory_for_another_round(choices_test: Path) -> None:

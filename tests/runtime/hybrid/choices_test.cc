@@ -3,6 +3,7 @@
 //
 //     choices_test choices ROUNDS SEED FILE   random plans, placements, slots, choices
 //     choices_test damaged ROUNDS SEED FILE   weights of what retreats cannot be read: nothing changes
+//     choices_test no_host_memory ROUNDS SEED FILE   nor where they do not fit
 //     choices_test no_memory ROUNDS SEED FILE two graphs do not fit: the first choice stays
 //     choices_test late ROUNDS SEED FILE      at most so many until units retreat from a late device, and
 //                                             come home
@@ -191,13 +192,14 @@ void test_no_memory(Random& random, const std::string& path, int num_rounds) {
   EXPECT(count_changes(hybrid) <= 1);  // the first choice
 }
 
-// Everything lives on the device and shall retreat, but weights.bin is cut short after loading.
-void test_damaged(Random& random, const std::string& path, int num_rounds) {
+// Everything lives on the device and shall retreat, but weights.bin is cut short after loading, or the
+// machine has not so much memory.
+void test_refused(Random& random, const std::string& path, int num_rounds, bool is_damaged) {
   const RandomPlan made(random, 3);
   Placement placement = random_placement(random, made, 1.1);
   placement.on_device[0] = 0;  // as the compiler has it
-  Setup setup(made, path, placement, VirtualOptions{}, 2, 1);
-  std::ofstream(path, std::ios::binary | std::ios::trunc) << "cut short";
+  Setup setup(made, path, placement, VirtualOptions{}, 2, 1, is_damaged ? 0 : uint64_t{1} << 62);
+  if (is_damaged) std::ofstream(path, std::ios::binary | std::ios::trunc) << "cut short";
   std::atomic<int> num_calls{0};
   TransferOptions transfer;
   transfer.choose_at_random = [&](const RoundShape&) {
@@ -321,7 +323,8 @@ int main(int argc, char** argv) {
   if (name == "choices") test_choices(random, argv[4], std::atoi(argv[2]));
   if (name == "speeds") test_speeds(random, argv[4], std::atoi(argv[2]));
   if (name == "late") test_late(random, argv[4], std::atoi(argv[2]));
-  if (name == "damaged") test_damaged(random, argv[4], std::atoi(argv[2]));
+  if (name == "damaged") test_refused(random, argv[4], std::atoi(argv[2]), true);
+  if (name == "no_host_memory") test_refused(random, argv[4], std::atoi(argv[2]), false);
   if (name == "no_memory") test_no_memory(random, argv[4], std::atoi(argv[2]));
   std::puts("fine");
 }

@@ -58,7 +58,7 @@ class Machine {
   }
 
   double cpu = 1, gpu = 1, link = 1;  // factors of times
-  int64_t wake_ns = 0;                // more for a hand-off to the device, half of it or more
+  int64_t wake_ns = 0;                // more for a hand-off to the device, on average
   // Of the CPU's times, and of a whole round, with other choices than `innocent`.
   double hidden_cpu = 1, hidden_round = 1;
   double hidden_retreat = 1;          // of a round in which units retreat
@@ -162,13 +162,14 @@ RoundRecord Machine::run(const HybridRound& round, const Choice& choice, Noise n
     }
   }
   bool was_on_device = false;
+  int64_t device_free_ns = now_ns;
   for (int node = 0; node < setup_.plan.num_nodes; ++node) {
     const auto [on_device, index] = places[static_cast<size_t>(node)];
     const int64_t wait_ns = now_ns;
     if (node > 0 && on_device != was_on_device) {
       now_ns += setup_.plan.device.hand_off_ns;
       if (on_device) {
-        now_ns += std::llrint(static_cast<double>(wake_ns) * between(noise.random, 0.5, 1.5));
+        now_ns += std::llrint(static_cast<double>(wake_ns) * between(noise.random, 0.7, 1.3));
       }
     }
     was_on_device = on_device;
@@ -189,8 +190,9 @@ RoundRecord Machine::run(const HybridRound& round, const Choice& choice, Noise n
     }
     RoundRecord::Run& run = record.runs[index];
     if (RoundRecord::Copy* copy = unit >= 0 ? copies.of(unit) : nullptr) {
-      copy->wait_ns = now_ns;
-      now_ns = copy->ready_ns = std::max(now_ns, copy->copied_ns);
+      copy->wait_ns = device_free_ns;  // before it waits for the host
+      copy->ready_ns = std::max(device_free_ns, copy->copied_ns);
+      now_ns = std::max(now_ns, copy->ready_ns);
     }
     if (begins) run.begin_ns = now_ns;
     if (unit >= 0) {
@@ -198,7 +200,7 @@ RoundRecord Machine::run(const HybridRound& round, const Choice& choice, Noise n
                                      own_gpu_[static_cast<size_t>(unit)] * gpu_now);
       copies.release(unit, now_ns);
     }
-    run.end_ns = now_ns;
+    run.end_ns = device_free_ns = now_ns;
   }
   const double hidden = (is_innocent ? 1 : hidden_round) *
                         (choice.retreats.empty() ? 1 : hidden_retreat);
@@ -237,8 +239,12 @@ class Game {
   }
   int64_t best_retreated_ns() {
     const Speeds speeds = machine_.speeds();
-    const std::vector<int> retreats = machine_.model.retreats(shape, speeds);
-    return machine_.model.schedule(scheduler_, shape, speeds, retreats).round_ns;
+    int64_t best_ns = INT64_MAX;
+    for (const std::vector<int>& retreats : machine_.model.retreats(shape, speeds)) {
+      const auto found = machine_.model.schedule(scheduler_, shape, speeds, retreats);
+      best_ns = std::min(best_ns, found.round_ns);
+    }
+    return best_ns;
   }
 
   size_t num_promoted() { return policy_.choice_of(shape).choice.promotions.size(); }
@@ -262,6 +268,7 @@ class Game {
   }
 
   RoundShape shape{1, 1};
+  bool has_memory = true;  // for what retreats
   int num_questions = 0, num_changes = 0;
   Machine& machine() { return machine_; }
 
@@ -277,8 +284,12 @@ class Game {
   void play_round(Noise noise) {
     if (question_ && --delay_ == 0) {
       const auto answer = policy_.decide(*question_, scheduler_);
-      policy_.settle(*question_, answer, {}, machine_.now_ns);
-      num_changes += answer.is_worthwhile;
+      if (has_memory || answer.choice.retreats.empty()) {
+        policy_.settle(*question_, answer, {}, machine_.now_ns);
+        num_changes += answer.is_worthwhile;
+      } else {
+        policy_.put_off(*question_, answer, machine_.now_ns + 60'000'000'000);
+      }
       question_.reset();
     }
     const TransferPolicy::Adopted& adopted = policy_.choice_of(shape);
@@ -398,7 +409,7 @@ void test_mistake(Random& random, const std::string& path, int num_trials) {
 }
 
 // Another program keeps a device that yields. Units retreat then, and come home when that one is
-// gone. Where the host is slower at it than any model knows, they stay.
+// gone. Where the host is slower at it than any model knows, or has no memory, they stay.
 void test_retreat(Random& random, const std::string& path, int num_trials) {
   int num_retreats = 0, num_refused = 0;
   for (int trial = 0; trial < num_trials; ++trial) {
@@ -410,6 +421,7 @@ void test_retreat(Random& random, const std::string& path, int num_trials) {
     const bool helps = trial % 3 != 0;
     machine.wake_ns = std::llrint(between(random, 0.4e6, 1.5e6));
     if (!helps) machine.hidden_retreat = 4;
+    game.has_memory = trial % 6 != 3;
     if (trial % 2 == 0) machine.link = 2.5;  // it presses the link as well
     if (game.num_hand_offs() == 0 || game.regret(true) < 0.1) continue;
     const double before = game.regret(true);

@@ -233,7 +233,8 @@ class RandomPlan {
 // A plan in use: everything but the C interface.
 struct Setup {
   Setup(const RandomPlan& made, const std::string& path, const Placement& placement,
-        const VirtualOptions& options, int num_threads, int sessions)
+        const VirtualOptions& options, int num_threads, int sessions,
+        uint64_t reserve_bytes = 0)
       : plan(made.plan()),
         pool(num_threads),
         device(open_virtual_device(options)),
@@ -241,9 +242,8 @@ struct Setup {
         executor(plan, weights.data(), 1, pool),
         reference(plan, made.weights.data(), 1, pool) {
     made.write(path);
-    residency = std::make_unique<Residency>(plan, *device, placement, sessions,
-                                            Residency::HostMemory{weights.data(), executor.arena()},
-                                            path, pool);
+    const Residency::HostMemory host{weights.data(), executor.arena(), reserve_bytes};
+    residency = std::make_unique<Residency>(plan, *device, placement, sessions, host, path, pool);
   }
 
   Plan plan;
