@@ -166,9 +166,9 @@ TransferMachine TransferModel::machine(const Speeds& speeds) const {
           .cpu_share = cpu_share()};
 }
 
-// Without promotions, a stretch that stays on the device costs the same whatever the others do: its time
-// there and two hand-offs, or one if nothing follows; the last set is the best then. With promotions a
-// smaller one may be.
+// Without promotions, a stretch that stays on the device costs the same whatever the others do: its
+// time there and two hand-offs, or one if nothing follows; the last set is the best then. With
+// promotions a smaller one may be.
 std::vector<std::vector<int>> TransferModel::retreats(const RoundShape& shape,
                                                       const Speeds& speeds) const {
   struct Stretch {

@@ -42,9 +42,9 @@ class TransferModel {
   // The unit whose time a node's stands for; -1: next to nothing.
   int unit_timed_at(int node) const { return unit_timed_at_[static_cast<size_t>(node)]; }
 
-  // Sets of device-resident units, each ascending, of stretches between two of the host's units or after
-  // the last one, which the host computes sooner than activations cross to the device and back: the
-  // stretch that gains most, with more and more others, at last all of them.
+  // Sets of device-resident units, each ascending, of stretches between two of the host's units or
+  // after the last one, which the host computes sooner than activations cross to the device and back:
+  // the stretch that gains most, with more and more others, at last all of them.
   std::vector<std::vector<int>> retreats(const RoundShape& shape, const Speeds& speeds) const;
 
   // Slots in turn, in the plan's units.

@@ -11,9 +11,9 @@
 // back, and what is assumed stays, so that it is not given up again until speeds move.
 //
 // Where hand-offs show that another program keeps the device from coming back, units may also retreat
-// in decode: the host computes what lies between its own units, so that fewer hand-offs are left. Those
+// in decode: the host computes what lies between its own units, so that fewer hand-offs are left. They
 // go on showing how late the device is; once it was in time for long enough, the units come home. Where
-// a trial fails, they do not retreat again from a device that is as late, or the next return comes later.
+// a trial fails, units do not retreat again from a device that is as late, or come home later.
 //
 //     rounds' thread    choice_of, observe, due, settle, put_off
 //     any thread        decide, take_change

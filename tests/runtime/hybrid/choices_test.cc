@@ -5,8 +5,8 @@
 //     choices_test damaged ROUNDS SEED FILE   weights of what retreats cannot be read: nothing changes
 //     choices_test no_host_memory ROUNDS SEED FILE   nor where they do not fit
 //     choices_test no_memory ROUNDS SEED FILE two graphs do not fit: the first choice stays
-//     choices_test late ROUNDS SEED FILE      at most so many until units retreat from a late device, and
-//                                             come home
+//     choices_test late ROUNDS SEED FILE      at most so many until units retreat from a late device,
+//                                             and come home
 //     choices_test speeds ROUNDS SEED FILE    at most so many until choices follow the CPU's speed
 //
 // Prints "fine"; FILE is for the weights.
