@@ -83,13 +83,19 @@ def find_cuda_compiler() -> CudaCompiler:
 
 
 def _compile_one(compiler: CudaCompiler, unit: CudaUnit) -> Path:
-    identity = "\0".join([compiler.version, *BASE_OPTIONS, _headers_digest(), _architecture(unit)])
+    headers = _headers_digest()
+    identity = "\0".join([compiler.version, *BASE_OPTIONS, headers, _architecture(unit)])
     key = hashlib.sha256(f"{identity}\0{unit.source}".encode()).hexdigest()
     target = cache_dir() / "cuda" / key[:2] / f"{key}.{'ptx' if unit.ptx else 'cubin'}"
     if target.is_file():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     binary = compiler.compile(unit)
+    # What was compiled is not known then, and must not be found under this key for ever.
+    if _headers_digest() != headers:
+        raise CodegenError(
+            f"compiling {unit.name}: atsc's own headers were changed meanwhile; compile again"
+        )
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         built = Path(folder) / "built"
         built.write_bytes(binary)
@@ -97,8 +103,8 @@ def _compile_one(compiler: CudaCompiler, unit: CudaUnit) -> Path:
     return target
 
 
-@functools.cache
 def _headers_digest() -> str:
+    """Of their content now: a process may outlive it."""
     digest = hashlib.sha256()
     for header in [*HEADERS, *sorted(CUDA_COMMON.glob("*.cuh"))]:
         digest.update(header.name.encode() + header.read_bytes())

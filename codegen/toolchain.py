@@ -199,8 +199,8 @@ def link_library(
         _run(compiler, command, Path(folder), f"linking {output.name}")
 
 
-@functools.cache
 def _headers_digest() -> str:
+    """Of their content now: a process may outlive it."""
     digest = hashlib.sha256()
     for folder in INCLUDE_DIRS:
         for header in sorted(folder.glob("*.h")):
@@ -210,7 +210,8 @@ def _headers_digest() -> str:
 
 def _compile_one(compiler: Compiler, unit: Unit) -> Path:
     flags = (*BASE_FLAGS, *unit.flags, *(zig.COMPILE_FLAGS if compiler.kind == "zig" else ()))
-    identity = "\0".join([compiler.identity, *flags, unit.name, _headers_digest()])
+    headers = _headers_digest()
+    identity = "\0".join([compiler.identity, *flags, unit.name, headers])
     key = hashlib.sha256(f"{identity}\0{unit.source}".encode()).hexdigest()
     target = cache_dir() / "objects" / key[:2] / f"{key}.o"
     if target.is_file():
@@ -225,6 +226,11 @@ def _compile_one(compiler: Compiler, unit: Unit) -> Path:
         command = [*compiler.command, *compiler.arguments(flags), *paths]
         command += ["-c", f"{unit.name}.cc", "-o", "built.o"]
         _run(compiler, command, folder, f"compiling {unit.name}")
+        # What was compiled is not known then, and must not be found under this key for ever.
+        if _headers_digest() != headers:
+            raise CodegenError(
+                f"compiling {unit.name}: atsc's own headers were changed meanwhile; compile again"
+            )
         os.replace(folder / "built.o", target)
     return target
 

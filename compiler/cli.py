@@ -74,6 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="atsc",
         description="Compile large language models to execution plans, and run them.",
+        epilog="`atsc COMMAND --help` says what a command takes.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"atsc {atsc_version()}")

@@ -63,6 +63,10 @@ class Attention(Rope):
         if angles and self.s.rope_in_heads_last:
             x = self.rotate(x, angles)
         x = self.op("Transpose", x, perm=[0, 2, 1, 3])
+        if normed and self.s.qk_norm in ("each", "crossed"):
+            parts = self.op("Split", x, outputs=count, axis=1, num_outputs=count)
+            parts = [self.norm(part, SIZE) for part in parts]
+            x = self.op("Concat", *parts[:: 1 if self.s.qk_norm == "each" else -1], axis=1)
         if angles and not self.s.rope_in_heads_last:
             x = self.rotate(x, angles)
         return self.norm(x, SIZE) if normed and self.s.qk_norm == "after" else x

@@ -25,7 +25,8 @@ class Spelling:
     rope_in_heads_last: bool = False  # rope on [B, M, H, D], before the transpose
     norm: str = "rms"  # layer, layer_node (one operator), rms_div, cast
     order: str = "pre"  # post: OLMo2; sandwich: GLM4; parallel: Phi-2; parallel_two: GPT-NeoX
-    qk_norm: str = "none"  # before, after rope, rows (before the reshape)
+    qk_norm: str = "none"  # before, after rope, rows (before the reshape), each (head by head);
+    # wrong: crossed (the heads turned round)
     repeat: str = "expand"  # tile, grouped
     activation: str = "silu"  # gelu_erf, gelu_tanh, relu2
     mlp: str = "gated"  # packed: gate and up side by side; plain

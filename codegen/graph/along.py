@@ -76,6 +76,7 @@ def _reverse_sequence(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
         own = list(index)
         # A length beyond the axis would read outside of it.
         given = code.let("int64_t", lengths.at(code, [index[batch]]), "i")
+        code.require(f"{given} >= 0 && {given} <= {code.dim(data.shape[time])}")
         length = code.let("int64_t", f"least({given}, {code.dim(data.shape[time])})", "i")
         place = f"{index[time]} < {length} ? {length} - 1 - {index[time]} : {index[time]}"
         own[time] = c_index(data.shape[time], code.let("int64_t", place, "i"))
@@ -155,9 +156,13 @@ def _tensor_scatter(g: Lowering, node: OnnxNode, x: list[Any]) -> Tensor:
     axis = axis_of(node.attrs.get("axis", -2), cache.rank)
     kind, size, length = c_type(cache.dtype), cache.shape[axis], update.shape[axis]
     circular = node.attrs.get("mode", "linear") == "circular"
+    g.at_least(size, length, "the cache that it updates")
 
     def at(code: Code, index: Index) -> str:
         start = "0" if starts is None else starts.at(code, [index[0]])
+        if starts is not None:
+            last = code.dim(size) if circular else f"{code.dim(size)} - {code.dim(length)}"
+            code.require(f"{start} >= 0 && {start} <= {last}")
         place = code.let("int64_t", f"{index[axis]} - {start}", "i")
         if circular:
             place = code.let("int64_t", f"floor_mod<int64_t>({place}, {code.dim(size)})", "i")

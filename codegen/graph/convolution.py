@@ -102,7 +102,7 @@ def _framed_convolution(
         return Taps(frame, "fma", shape, weight).tensor()
     per_group = weight.shape[0] // group
     left = reshaped(g, weight, (Dim.of(1), Dim.of(group), per_group, depth * taps))
-    right = WindowsRight(frame.stored(g, image.shape[0] * image.shape[1]), depth)
+    right = WindowsRight(frame.stored(g, image.shape[0] * image.shape[1]), depth, per_group)
     batch = (image.shape[0], Dim.of(group))
     made = Product(left, right, batch, product(windows.outputs)).tensor()
     return reshaped(g, made, shape)

@@ -13,7 +13,7 @@ from typing import Literal
 
 from atsc.codegen.graph.kernels import Call, finished_call
 from atsc.codegen.graph.lower import Lowering
-from atsc.codegen.graph.products import Box
+from atsc.codegen.graph.products import MOST_ROWS, PANEL_COLUMNS, Box
 from atsc.codegen.graph.tensor import (
     DEAR,
     Buffer,
@@ -25,8 +25,9 @@ from atsc.codegen.graph.tensor import (
     linear,
 )
 from atsc.codegen.graph.windows import Windows
-from atsc.compiler.dims import Dim
+from atsc.compiler.dims import Dim, smallest
 
+_PANEL_DEPTH = 192
 _SMALL_ROW = 32
 _SLACK = 16
 """close_rows of windows.h copies so many elements at a time."""
@@ -135,6 +136,8 @@ class WindowsRight:
     frame: Frame
     depth: Dim
     """Channels of a group."""
+    rows: Dim
+    """Of the product."""
 
     def panel(self, code: Code, batch: Sequence[str], depth: Dim) -> None:
         """A copy."""
@@ -143,20 +146,32 @@ class WindowsRight:
         dim = code.dim
         image, group = batch
         plane = f"{image} * {dim(frame.channels)} + {group} * {dim(self.depth)}"
-        taps = ", ".join(map(dim, frame.taps))
+        stride, taps = dim(frame.channel_stride), len(frame.taps)
         code.line("float* const panel = spare;")
-        with code.block("if (tile_column != filled)"):
+        is_whole = self.step(depth) == depth
+        with code.block("if (tile_column != filled)" if is_whole else ""):
             code.line("filled = tile_column;")
-            code.line(f"const int64_t taps[] = {{{taps}}};")
-            code.line(f"window_panel<{len(frame.taps)}>(panel,")
-            source = code.buffer(frame.buffer)
-            code.line(f"    {source} + ({plane}) * {dim(frame.channel_stride)},")
+            code.line(f"const int64_t taps[] = {{{', '.join(map(dim, frame.taps))}}};")
+            code.line(f"const int64_t plane = {plane} + first_k / {taps};")
+            code.line(
+                f"window_panel<{taps}>(panel, {code.buffer(frame.buffer)} + plane * {stride},"
+            )
             code.line(f"    first_n, columns, {dim(frame.outputs[1])}, {dim(frame.row_step)},")
-            code.line(f"    {dim(self.depth)}, {dim(frame.channel_stride)}, taps);")
+            code.line(f"    depth / {taps}, {stride}, taps);")
+
+    def step(self, depth: Dim) -> Dim:
+        """Whole channels, so many that a panel stays in the first cache.
+
+        All, where tiles below each other share a panel: then whole rows of many weights are read.
+        """
+        if self.rows.constant is None or self.rows.constant > MOST_ROWS:
+            return depth
+        taps = len(self.frame.taps)
+        return smallest(depth, max(1, _PANEL_DEPTH // taps) * taps)
 
     def spare_elements(self, depth: Dim) -> Dim | int:
         """One panel."""
-        return depth * 32
+        return self.step(depth) * PANEL_COLUMNS
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from atsc.codegen.graph.diamonds import FINISHING, meeting_values
 from atsc.codegen.graph.kernels import Call, map_call
 from atsc.codegen.graph.products import PackedRight, packed_constant
 from atsc.codegen.graph.tensor import (
@@ -49,19 +50,7 @@ _MOST_LITERAL_ELEMENTS = 4096
 _MAX_RANK = 8
 """Of inputs and outputs: ATSC_MAX_RANK of the C interface. Tensors inside may have more."""
 _SHAPE_READERS = ("Shape", "Size")
-_MOST_NODES_OF_DIAMOND = 24
 _MOST_COST_OF_DIAMOND = 16 * DEAR
-FINISHING = frozenset(
-    ("", name)
-    for name in (
-        *("Abs", "Neg", "Exp", "Log", "Sqrt", "Reciprocal", "Floor", "Ceil", "Round", "Erf"),
-        *("Tanh", "Sigmoid", "Relu", "Sign", "Add", "Sub", "Mul", "Div", "Min", "Max", "Sum"),
-        *("PRelu", "Clip", "Pow", "Mean", "Identity", "Cast", "Where", "Dropout"),
-        *("Equal", "Less", "Greater", "LessOrEqual", "GreaterOrEqual", "BatchNormalization"),
-        *("Reshape", "Flatten", "Squeeze", "Unsqueeze"),
-    )
-)
-"""Operators whose rules take a product of matrices that is not stored: products.py."""
 _READS_NIBBLES = ("DequantizeLinear", "GatherBlockQuantized")
 """Operators whose outputs never have the 4-bit type of a constant that they read."""
 _MALFORMED = (AttributeError, IndexError, KeyError, TypeError, ValueError)
@@ -119,7 +108,7 @@ class Lowering:
                 self._uses.update(node.reads)
         self._constants = dict(graph.constants)
         self._packed: dict[tuple[Buffer, tuple[Dim, ...], tuple[Dim, ...]], Buffer] = {}
-        self._meeting = _meeting_values(graph)
+        self._meeting = meeting_values(graph)
 
     def value(self, name: str) -> Tensor | None:
         """A value by its name; None for an absent one."""
@@ -388,41 +377,6 @@ def lower(
     used = {buffer for call in calls for buffer in call.inputs}
     constants = {buffer: c for buffer, c in g.constants.items() if buffer in used}
     return Program(inputs, outputs, constants, calls, checks)
-
-
-def _meeting_values(graph: TensorGraph) -> frozenset[str]:
-    """Values with several readers that all end in one elementwise value, as x * sigmoid(x) does."""
-    readers: dict[str, list[int]] = {}
-    for place, node in enumerate(graph.nodes):
-        for name in node.reads:
-            readers.setdefault(name, []).append(place)
-    return frozenset(
-        name
-        for name, places in readers.items()
-        if len(places) > 1 and name not in graph.outputs and _meets(graph, readers, name)
-    )
-
-
-def _meets(graph: TensorGraph, readers: Mapping[str, list[int]], start: str) -> bool:
-    waiting = {start: len(readers[start])}
-    place = min(readers[start])
-    for node in graph.nodes[place : place + _MOST_NODES_OF_DIAMOND]:
-        own = [name for name in node.inputs if name in waiting]
-        if not own:
-            continue
-        if (node.domain, node.op) not in FINISHING or len(node.outputs) != 1:
-            return False
-        for name in own:
-            waiting[name] -= 1
-            if not waiting[name]:
-                del waiting[name]
-        made = node.outputs[0]
-        if not waiting:
-            return True
-        if made in graph.outputs or not readers.get(made):
-            return False
-        waiting[made] = len(readers[made])
-    return False
 
 
 def _bind_inputs(g: Lowering, problems: list[Problem], broken: set[str]) -> tuple[Buffer, ...]:

@@ -5,9 +5,9 @@ that, carry it (`Tensor.product`); whoever stores such a tensor gets one kernel 
 of the product and what is made of them, such as bias, activation and residual, while they are in
 the cache. To store two tensors of one product would be right, but compute it twice.
 
-The right operand of a tile is a panel of _COLUMNS columns, [K][_COLUMNS]. Constants are stored in
-panels when the plan is written; other operands are copied into panels as they are needed. The left
-operand is read where it is.
+The right operand of a tile is a panel of 32 columns, [K][32]. Constants are stored in panels when
+the plan is written; other operands are copied into panels as they are needed. The left operand is
+read where it is.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from atsc.codegen.graph.tensor import (
 from atsc.compiler.dims import Dim, product, smallest
 from atsc.compiler.tensor_graph import Constant
 
-_COLUMNS = 32  # kTileColumns of templates/graph/level.h
-_MOST_ROWS = 168
-"""Of a tile: whole strips at all levels, and enough of them to make copying a panel cheap."""
+PANEL_COLUMNS = 32  # kTileColumns of templates/graph/level.h
+MOST_ROWS = 168
+"""Of a tile: whole strips at all levels, and enough to make copying a panel cheap."""
 Box = tuple[Dim, ...]
 
 
@@ -52,10 +52,13 @@ class Right(Protocol):
     """The right operand of a product."""
 
     def panel(self, code: Code, batch: Sequence[str], depth: Dim) -> None:
-        """Declare `const float* panel`: the columns from `first_n` on.
+        """Declare `const float* panel`: the columns from `first_n` on, `depth` from `first_k` on.
 
         `spare` is a workspace, which keeps the panel of the tile before, `filled`.
         """
+
+    def step(self, depth: Dim) -> Dim:
+        """How deep panels are."""
 
     def spare_elements(self, depth: Dim) -> Dim | int:
         """The size of the workspace."""
@@ -63,7 +66,7 @@ class Right(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PackedRight:
-    """A constant in panels [panels][K][_COLUMNS]."""
+    """A constant in panels [panels][K][PANEL_COLUMNS]."""
 
     buffer: Buffer
 
@@ -74,6 +77,10 @@ class PackedRight:
     def spare_elements(self, depth: Dim) -> Dim | int:
         """None."""
         return 0
+
+    def step(self, depth: Dim) -> Dim:
+        """They are stored whole."""
+        return depth
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +112,11 @@ class LooseRight:
 
     def spare_elements(self, depth: Dim) -> Dim | int:
         """One panel."""
-        return depth * _COLUMNS
+        return depth * PANEL_COLUMNS
+
+    def step(self, depth: Dim) -> Dim:
+        """Whole, so that tiles below each other can share one."""
+        return depth
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,10 +175,10 @@ class Product:
         code = Code()
         code.headers |= {"level.h": None, "product.h": None}
         num_m, depth = self.left.shape[-2:]
-        tiles_m = (num_m + (_MOST_ROWS - 1)) // _MOST_ROWS
-        tiles_n = (self.columns + (_COLUMNS - 1)) // _COLUMNS
+        tiles_m = (num_m + (MOST_ROWS - 1)) // MOST_ROWS
+        tiles_n = (self.columns + (PANEL_COLUMNS - 1)) // PANEL_COLUMNS
         batch = [f"b{axis}" for axis in range(len(self.batch))]
-        sums = _MOST_ROWS * _COLUMNS
+        sums = MOST_ROWS * PANEL_COLUMNS
         code.line("[[maybe_unused]] int64_t filled = -1;")
         with code.block("for (int64_t item = lo; item < hi; ++item)"):
             code.line("[[maybe_unused]] int64_t rest = item;")
@@ -179,21 +190,29 @@ class Product:
             column = f"item / {code.dim(tiles_m)}"
             code.line(f"[[maybe_unused]] const int64_t tile_column = {column};")
             whole_m, whole_n = code.dim(num_m), code.dim(self.columns)
-            code.line(f"const int64_t depth = {code.dim(depth)};")
             code.line(f"const int64_t height = ({whole_m} - 1) / {code.dim(tiles_m)} + 1;")
-            code.line(f"const int64_t first_m = tile_m * height, first_n = tile_n * {_COLUMNS};")
+            code.line(
+                f"const int64_t first_m = tile_m * height, first_n = tile_n * {PANEL_COLUMNS};"
+            )
             code.line(f"const int64_t rows = least(height, {whole_m} - first_m);")
-            code.line(f"const int64_t columns = least({_COLUMNS}, {whole_n} - first_n);")
+            code.line(f"const int64_t columns = least({PANEL_COLUMNS}, {whole_n} - first_n);")
             code.line("float* const sums = static_cast<float*>(workspace);")
             code.line(f"[[maybe_unused]] float* const spare = sums + {sums};")
             names = [c_index(size, name) for size, name in zip(self.batch, batch, strict=True)]
-            self.right.panel(code, names, depth)
+            code.line(f"const int64_t whole_depth = {code.dim(depth)};")
             spare = Dim.of(self.right.spare_elements(depth))
             spare = spare + self._left(code, names, spare)
-            code.line("if (rows > 0) {")
-            code.line("  ATSC_LEVEL(atsc_tile_f32)")
-            code.line("  (rows, columns, depth, left, stride, panel, sums);")
-            code.line("}")
+            step = self.right.step(depth)
+            loop = f"for (int64_t first_k = 0; first_k < whole_depth; first_k += {code.dim(step)})"
+            if step == depth:
+                code.line("constexpr int64_t first_k = 0;")
+            with code.block("" if step == depth else loop):
+                code.line(f"const int64_t depth = least({code.dim(step)}, whole_depth - first_k);")
+                self.right.panel(code, names, depth)
+                code.line("ATSC_LEVEL(atsc_tile_f32)")
+                code.line(
+                    "(rows, columns, depth, left + first_k, stride, panel, sums, first_k > 0);"
+                )
             with code.block("finish_tile(rows, columns, [&](int64_t r, int64_t c)"):
                 code.line("[[maybe_unused]] const int64_t m = first_m + r, n = first_n + c;")
                 code.axes = [*names, "m", "n"]
@@ -203,7 +222,7 @@ class Product:
                 value = code.as_stored(target.dtype, tensor.at(code, index))
                 code.line(f"out[{linear(code, tensor.shape, index)}] = {value};")
             code.lines[-1] += ");"
-        cost = depth * smallest(num_m, _MOST_ROWS) * 2  # tiles take many elements at a time
+        cost = depth * smallest(num_m, MOST_ROWS) * 2  # tiles take many elements at a time
         grid = product([*self.batch, tiles_m, tiles_n])
         return finished_call(node, code, target, grid, cost, (spare + sums) * 4)
 
@@ -211,14 +230,14 @@ class Product:
         """Declare `const float* left` and `int64_t stride`; what they take of the workspace."""
         left, view = self.left, self.left.view
         depth = left.shape[-1]
-        copied = (depth + 16) * _MOST_ROWS
+        copied = (depth + 16) * MOST_ROWS
         copy = f"spare + {code.dim(taken)}"
         if view is None or view.strides[-1].constant not in (0, 1):
             code.line(f"float* const left = {copy};")
-            code.line("const int64_t stride = depth;")
+            code.line("const int64_t stride = whole_depth;")
             with (
                 code.block("for (int64_t r = 0; r < rows; ++r)"),
-                code.block("for (int64_t k = 0; k < depth; ++k)"),
+                code.block("for (int64_t k = 0; k < whole_depth; ++k)"),
             ):
                 code.line("[[maybe_unused]] const int64_t m = first_m + r;")
                 index = [*batch, "m", "k"]
@@ -233,7 +252,7 @@ class Product:
             code.line(f"const int64_t stride = {stride};")
             return 0
         code.line(f"int64_t stride = {stride};")
-        code.line(f"const float* const left = rows_of({place}, stride, rows, depth, {copy});")
+        code.line(f"const float* const left = rows_of({place}, stride, rows, whole_depth, {copy});")
         return copied
 
 
@@ -261,21 +280,23 @@ def packed_constant(
     depth, columns = (size.constant for size in shape[-2:])
     steps = [stride.constant for stride in view.strides[-2:]]
     assert depth is not None and columns is not None
-    panels = -(-columns // _COLUMNS)
+    panels = -(-columns // PANEL_COLUMNS)
 
     def read() -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
         flat = np.ascontiguousarray(constant.read()).reshape(-1)
         strides = [int(step or 0) * flat.itemsize for step in steps]
         matrix = np.lib.stride_tricks.as_strided(flat, (depth, columns), strides)
-        wide = np.zeros((depth, panels * _COLUMNS), np.float32)
+        wide = np.zeros((depth, panels * PANEL_COLUMNS), np.float32)
         wide[:, :columns] = matrix
-        return np.ascontiguousarray(wide.reshape(depth, panels, _COLUMNS).transpose(1, 0, 2))
+        return np.ascontiguousarray(wide.reshape(depth, panels, PANEL_COLUMNS).transpose(1, 0, 2))
 
-    buffer = Buffer(name, "float32", tuple(map(Dim.of, (panels, depth, _COLUMNS))))
-    return buffer, Constant("float32", (panels, depth, _COLUMNS), read)
+    buffer = Buffer(name, "float32", tuple(map(Dim.of, (panels, depth, PANEL_COLUMNS))))
+    return buffer, Constant("float32", (panels, depth, PANEL_COLUMNS), read)
 
 
 __all__ = [
+    "MOST_ROWS",
+    "PANEL_COLUMNS",
     "Box",
     "LooseRight",
     "PackedRight",

@@ -250,6 +250,11 @@ class Code:
         self._need(dtype)
         return f"{_WIDENED[dtype][2]}({value})"
 
+    def require(self, condition: str) -> None:
+        """Let the kernel fail where an index or length that an input holds is not as it must be."""
+        self.may_fail = True
+        self.line(f"failed |= !({condition});")
+
     def checked(self, index: str, size: Dim) -> str:
         """An index that an input holds, negative from the end; beyond `size` the kernel fails."""
         self.may_fail = True

@@ -45,7 +45,7 @@ def add(parsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = parsers.add_parser(
         "bench", help="measure speed", description=__doc__, allow_abbrev=False
     )
-    parser.add_argument("plan", type=Path, metavar="PLAN")
+    parser.add_argument("plan", type=Path, metavar="PLAN", help="a plan folder")
     counts = _list_of(at_least(0))
     parser.add_argument(
         "-p", type=counts, default=[512], metavar="N,...", help="tokens to read (512); 0: none"
@@ -57,13 +57,15 @@ def add(parsers: Any) -> argparse.ArgumentParser:
         "-d", type=counts, default=[0], metavar="N,...", help="tokens in the context before (0)"
     )
     parser.add_argument("-r", type=at_least(1), default=5, metavar="N", help="repetitions (5)")
-    parser.add_argument("--threads", type=at_least(1), metavar="N", help="default: one a core")
+    parser.add_argument(
+        "--threads", type=at_least(1), metavar="N", help="of the CPU (default: one a core)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument(
         "--vram",
         type=parse_size,
         metavar="SIZE",
-        help="GPU memory to use, as 6G (default: as compiled)",
+        help="GPU memory to use, as 6G or 800M (default: as compiled)",
     )
     running.add_transfer_flags(parser)
     parser.add_argument(
@@ -86,7 +88,7 @@ def add(parsers: Any) -> argparse.ArgumentParser:
         type=between(0.05, 3600),
         default=5.0,
         metavar="S",
-        help="with --load: how long without and with each load (5)",
+        help="with --load: seconds without and with each load (5)",
     )
     traces.add_flag(parser)
     return parser

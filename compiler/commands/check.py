@@ -15,8 +15,10 @@ def add(parsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = parsers.add_parser(
         "check", help="check a plan folder", description=__doc__, allow_abbrev=False
     )
-    parser.add_argument("plan", type=Path, metavar="PLAN")
-    parser.add_argument("--full", action="store_true", help="read and check all weights, too")
+    parser.add_argument("plan", type=Path, metavar="PLAN", help="a plan folder")
+    parser.add_argument(
+        "--full", action="store_true", help="read and check all weights, too, which takes a while"
+    )
     parser.add_argument("--sha256", metavar="HEX", help="the hash that plan.json must have")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     return parser

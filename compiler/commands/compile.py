@@ -37,30 +37,55 @@ def add(parsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "-o", "--output", type=Path, metavar="PLAN", help="default: MODEL.atsplan beside the model"
     )
-    parser.add_argument("--ctx", type=whole, metavar="TOKENS", help="longest context")
-    parser.add_argument("--chunk", type=whole, metavar="TOKENS", help="most tokens of one round")
-    parser.add_argument("--threads", type=whole, metavar="N", help="default: one a core")
-    parser.add_argument("--sessions", type=whole, metavar="N", help="how many at once (1)")
+    parser.add_argument(
+        "--ctx",
+        type=whole,
+        metavar="TOKENS",
+        help="longest context (4096, or the model's if that is less)",
+    )
+    parser.add_argument(
+        "--chunk", type=whole, metavar="TOKENS", help="most tokens that one round reads (512)"
+    )
+    parser.add_argument(
+        "--threads", type=whole, metavar="N", help="of the CPU (default: one a core)"
+    )
+    parser.add_argument(
+        "--sessions", type=whole, metavar="N", help="conversations at once that memory is for (1)"
+    )
     parser.add_argument(
         "--accuracy-level",
         type=int,
         choices=(1, 4),
-        help="1: float activations, 4: int8 (default: what the model says)",
+        help="arithmetic of quantised weights: 1 with float activations, 4 with int8, which is "
+        "faster (default: what the model says)",
     )
     parser.add_argument(
-        "--target", default="auto", metavar="auto|NAME|FILE", help="what to compile for"
+        "--target",
+        default="auto",
+        metavar="auto|NAME|FILE",
+        help="machine to compile for: this one (auto), one that `atsc targets` lists, or a file of "
+        "`atsc profile`",
     )
     parser.add_argument(
         "--policy",
         choices=("cpu", "tensor", "layer", "ffn", "expert", "gpu", "stream"),
         help="how units are placed (default: tensor with a GPU, else cpu)",
     )
-    parser.add_argument("--vram", type=parse_size, metavar="SIZE", help="GPU memory to use, as 6G")
     parser.add_argument(
-        "--headroom", type=parse_size, metavar="SIZE", help="of it, keep free (256M)"
+        "--vram",
+        type=parse_size,
+        metavar="SIZE",
+        help="all that the process may hold of the GPU's memory, as 6G or 800M (default: no GPU; "
+        "with --policy or --target, what the target has)",
     )
     parser.add_argument(
-        "--prompt-share", type=float, metavar="SHARE", help="of all tokens, for placement (0.9)"
+        "--headroom", type=parse_size, metavar="SIZE", help="of it, what stays free (256M)"
+    )
+    parser.add_argument(
+        "--prompt-share",
+        type=float,
+        metavar="SHARE",
+        help="of all tokens, how many are prompt: what placement is best for (0.9)",
     )
     parser.add_argument(
         "--toolchain",
@@ -68,8 +93,14 @@ def add(parsers: Any) -> argparse.ArgumentParser:
         help="zig: the same library on any machine, for glibc 2.28 and later "
         "(default: the system's compiler, or zig where there is none)",
     )
-    parser.add_argument("--dump", type=Path, metavar="DIR", help="write every stage's artefact")
-    parser.add_argument("--stop-after", metavar="STAGE", help="end after a stage")
+    parser.add_argument(
+        "--dump", type=Path, metavar="DIR", help="write what every stage makes, as text"
+    )
+    parser.add_argument(
+        "--stop-after",
+        metavar="STAGE",
+        help="end after a stage, as import or optimise (-v lists them)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     for flag in ("--ram", "--disk"):
         parser.add_argument(flag, action=NotYet, instead=_NO_TIERS)

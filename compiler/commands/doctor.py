@@ -33,6 +33,7 @@ PACKAGES = {
     "onnxruntime": "onnxruntime",
     "ziglang": "ziglang",
     "cuda-bindings": "cuda.bindings",
+    "apache-tvm": "tvm",
 }
 """Distribution -> the module that it brings."""
 NEEDED = "compile", "run"
@@ -133,7 +134,8 @@ def features_of(found: Findings) -> list[Feature]:
         Feature("chat", {**isa, **text, **lacks("run", "jinja2")}),
         Feature("convert GGUF", lacks("compiler", "numpy", "onnx", "gguf", "tokenizers")),
         Feature("verify", {**isa, **importer, **lacks("verify", "onnxruntime")}),
-        Feature("hermetic builds", lacks("zig", "ziglang")),
+        Feature("--toolchain zig", lacks("zig", "ziglang")),
+        Feature("rare operators", lacks("tvm", "apache-tvm")),
         Feature("compile for a GPU", {**compiler, **importer, **cuda}),
         Feature("run on a GPU", {**isa, **text, **_gpu_lacks(found)}),
     ]

@@ -26,7 +26,7 @@ def add(parsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = parsers.add_parser(
         "inspect", help="show what a plan holds", description=__doc__, allow_abbrev=False
     )
-    parser.add_argument("plan", type=Path, metavar="PLAN")
+    parser.add_argument("plan", type=Path, metavar="PLAN", help="a plan folder")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page to look at")
     return parser

@@ -183,7 +183,7 @@ def press(share: float, work: Work, stop: Any) -> float:
         end = time.monotonic() + PERIOD_SECONDS
         worked += work(share * PERIOD_SECONDS, end)
         if select.select([stop], [], [], max(end - time.monotonic(), 0))[0]:
-            return worked / (time.monotonic() - begin)
+            return worked / (max(end, time.monotonic()) - begin)  # of whole periods
 
 
 def _cpu_work(cpu: int) -> Work:

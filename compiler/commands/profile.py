@@ -18,8 +18,16 @@ def add(parsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = parsers.add_parser(
         "profile", help="measure this machine", description=__doc__, allow_abbrev=False
     )
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="a target file (TOML)")
-    parser.add_argument("--threads", type=at_least(1), metavar="N", help="default: one a core")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write a target file (TOML) for `atsc compile --target`",
+    )
+    parser.add_argument(
+        "--threads", type=at_least(1), metavar="N", help="of the CPU (default: one a core)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     return parser
 

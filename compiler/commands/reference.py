@@ -1,8 +1,9 @@
 """The reference that `atsc verify` compares with: onnxruntime on the CPU, in float arithmetic.
 
-The graph runs as it is, but for MatMulNBits, whose accuracy_level is set to 1: its higher levels
-round activations, which is an approximation and no reference. The one form of it that has no kernel
-there is written in other terms (float_zero_points.py).
+The graph runs as it is, but for products that round activations, which is an approximation and
+no reference: MatMulNBits gets accuracy_level 1, also where onnxruntime makes it of
+DequantizeLinear, and what quantize_dynamic wrote multiplies floats (dynamic_products.py). The one
+form of MatMulNBits that has no kernel there is written in other terms (float_zero_points.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
+from atsc.compiler.commands.dynamic_products import use_exact_activations
 from atsc.compiler.commands.float_zero_points import round_float_zero_points
 from atsc.compiler.errors import ModelError
 from atsc.compiler.ir import Graph
@@ -23,6 +25,7 @@ from atsc.compiler.ir import Graph
 F32Array = NDArray[np.float32]
 
 _FOLDER_OPTION = "session.model_external_initializers_file_folder_path"
+_LEVEL_OPTION = "session.qdq_matmulnbits_accuracy_level"
 _DTYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
 
 
@@ -47,6 +50,7 @@ class Reference:
         if num_threads:
             options.intra_op_num_threads = num_threads
         options.add_session_config_entry(_FOLDER_OPTION, str(path.parent.resolve()))
+        options.add_session_config_entry(_LEVEL_OPTION, "1")
         model, self.forced_levels, capacities = _exact_model(path)
         try:
             self._session = onnxruntime.InferenceSession(
@@ -101,6 +105,8 @@ def _exact_model(path: Path) -> tuple[bytes, frozenset[int], dict[str, int]]:
     levels = set()
     capacities = _capacities(model.graph)
     for node in _all_nodes(model.graph):
+        if node.op_type == "DequantizeLinear":
+            levels.add(0)
         if node.op_type != "MatMulNBits":
             continue
         given = [attr for attr in node.attribute if attr.name == "accuracy_level"]
@@ -108,6 +114,8 @@ def _exact_model(path: Path) -> tuple[bytes, frozenset[int], dict[str, int]]:
         for attr in given:
             node.attribute.remove(attr)
         node.attribute.append(onnx.helper.make_attribute("accuracy_level", 1))
+    if use_exact_activations(model.graph):
+        levels.add(4)
     round_float_zero_points(model.graph, path.parent.resolve())
     return model.SerializeToString(), frozenset(levels), capacities
 

@@ -19,8 +19,8 @@ def add(parsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = parsers.add_parser(
         "run", help="generate text", description=__doc__, allow_abbrev=False
     )
-    parser.add_argument("plan", type=Path, metavar="PLAN")
-    parser.add_argument("-p", "--prompt", metavar="TEXT", help="`-` reads it from stdin")
+    parser.add_argument("plan", type=Path, metavar="PLAN", help="a plan folder")
+    parser.add_argument("-p", "--prompt", metavar="TEXT", help="what to go on from; `-`: stdin")
     parser.add_argument(
         "--chat", action="store_true", help="use the chat template; without -p, converse"
     )
@@ -28,17 +28,48 @@ def add(parsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "-n", type=at_least(1), default=256, metavar="N", help="most new tokens (256)"
     )
-    parser.add_argument("--temperature", type=between(0, 100), default=0.0, help="0: the likeliest")
-    parser.add_argument("--top-k", type=at_least(0), default=0, help="0: all")
-    parser.add_argument("--top-p", type=between(0, 1), default=1.0)
-    parser.add_argument("--min-p", type=between(0, 1), default=0.0)
-    parser.add_argument("--seed", type=at_least(0), help="the same seed gives the same text")
-    parser.add_argument("--threads", type=at_least(1), metavar="N", help="default: one a core")
+    parser.add_argument(
+        "--temperature",
+        type=between(0, 100),
+        default=0.0,
+        metavar="T",
+        help="0: always the likeliest token (0)",
+    )
+    parser.add_argument(
+        "--top-k",
+        type=at_least(0),
+        default=0,
+        metavar="K",
+        help="choose among the K likeliest; 0: among all (0)",
+    )
+    parser.add_argument(
+        "--top-p",
+        type=between(0, 1),
+        default=1.0,
+        metavar="P",
+        help="among the likeliest that make up this probability (1)",
+    )
+    parser.add_argument(
+        "--min-p",
+        type=between(0, 1),
+        default=0.0,
+        metavar="P",
+        help="among those at least this times as likely as the likeliest (0)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=at_least(0),
+        metavar="N",
+        help="the same seed gives the same text (default: another every time)",
+    )
+    parser.add_argument(
+        "--threads", type=at_least(1), metavar="N", help="of the CPU (default: one a core)"
+    )
     parser.add_argument(
         "--vram",
         type=parse_size,
         metavar="SIZE",
-        help="GPU memory to use, as 6G (default: as compiled)",
+        help="GPU memory to use, as 6G or 800M (default: as compiled)",
     )
     add_transfer_flags(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
@@ -73,8 +104,8 @@ def add_transfer_flags(parser: argparse.ArgumentParser) -> None:
         "--waits",
         choices=("load-aware", "yield", "hold"),
         default="load-aware",
-        help="whether other programs may have the GPU while decode waits for the CPU: yes; no; or "
-        "yes, and the CPU takes units over where the GPU comes back late (the default)",
+        help="whether other programs may have the GPU while decode waits for the CPU: always, and the "
+        "CPU takes units over where it comes back late (load-aware, the default); always; or never",
     )
 
 

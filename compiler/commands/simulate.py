@@ -45,18 +45,30 @@ def add(parsers: Any) -> argparse.ArgumentParser:
         "simulate", help="predict speed", description=__doc__, allow_abbrev=False
     )
     whole = at_least(1)
-    parser.add_argument("plan", type=Path, metavar="PLAN")
-    parser.add_argument("--target", metavar="NAME|FILE", help="another machine than the plan's")
+    parser.add_argument("plan", type=Path, metavar="PLAN", help="a plan folder")
+    parser.add_argument(
+        "--target", metavar="NAME|FILE", help="another machine than the plan's: see `atsc targets`"
+    )
     parser.add_argument("--policy", choices=POLICY_NAMES, help="another placement than the plan's")
     parser.add_argument("--compare", action="store_true", help="all policies, in one table")
-    parser.add_argument("--vram", type=parse_size, metavar="SIZE", help="other than planned, as 6G")
-    parser.add_argument("--ctx", type=whole, metavar="TOKENS", help="another longest context")
     parser.add_argument(
-        "--depth", type=at_least(0), metavar="TOKENS", help="in the context (half of it)"
+        "--vram", type=parse_size, metavar="SIZE", help="GPU memory, as 6G (as planned)"
     )
-    parser.add_argument("--prompt", type=whole, metavar="TOKENS", help="to read (one chunk)")
+    parser.add_argument("--ctx", type=whole, metavar="TOKENS", help="longest context (the plan's)")
     parser.add_argument(
-        "--prompt-share", type=between(0, 1), metavar="SHARE", help="other than the plan's"
+        "--depth",
+        type=at_least(0),
+        metavar="TOKENS",
+        help="in the context while it decodes (half of it)",
+    )
+    parser.add_argument(
+        "--prompt", type=whole, metavar="TOKENS", help="that prefill reads (one chunk)"
+    )
+    parser.add_argument(
+        "--prompt-share",
+        type=between(0, 1),
+        metavar="SHARE",
+        help="of all tokens, how many are prompt (the plan's)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     return parser

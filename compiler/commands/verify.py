@@ -53,11 +53,19 @@ def add(parsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = parsers.add_parser(
         "verify", help="compare a plan with onnxruntime", description=__doc__, allow_abbrev=False
     )
-    parser.add_argument("plan", type=Path, metavar="PLAN")
-    parser.add_argument("model", type=Path, metavar="MODEL", help="what the plan was made from")
-    parser.add_argument("--tokens", type=at_least(2), default=256, metavar="N", help="default: 256")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="default: a text of our own")
-    parser.add_argument("--threads", type=at_least(1), metavar="N", help="default: one a core")
+    parser.add_argument("plan", type=Path, metavar="PLAN", help="a plan folder")
+    parser.add_argument(
+        "model", type=Path, metavar="MODEL", help="the .onnx file or folder that it was made from"
+    )
+    parser.add_argument(
+        "--tokens", type=at_least(2), default=256, metavar="N", help="of the text to compare (256)"
+    )
+    parser.add_argument(
+        "--text", type=Path, metavar="FILE", help="a text (default: one of our own)"
+    )
+    parser.add_argument(
+        "--threads", type=at_least(1), metavar="N", help="of the CPU (default: one a core)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     return parser
 

@@ -145,11 +145,11 @@ class VirtualExecutable final : public Executable {
       const Branch branch = mode == BuildMode::kSynchronous ? Branch::kCompute : command.branch;
       branches_[static_cast<int>(branch)].push_back(command);
     }
-    gpu_.charge(Device::Use::kExecutables, device_bytes_, "rounds");
+    gpu_.charge(VirtualGpu::Use::kExecutables, device_bytes_, "rounds");
   }
   ~VirtualExecutable() override {
     finish();
-    gpu_.refund(Device::Use::kExecutables, device_bytes_);
+    gpu_.refund(VirtualGpu::Use::kExecutables, device_bytes_);
   }
 
   bool is_graph() const override { return is_graph_; }

@@ -47,7 +47,8 @@ GraphExecutor::GraphExecutor(const GraphTables& graph, const std::byte* weights,
       inputs_(static_cast<size_t>(graph.num_inputs)),
       operands_(static_cast<size_t>(graph.num_calls)),
       dims_(static_cast<size_t>(graph.num_calls)),
-      chunks_(static_cast<size_t>(graph.num_calls)) {
+      chunks_(static_cast<size_t>(graph.num_calls)),
+      ends_(static_cast<size_t>(graph.num_calls)) {
   for (int call = 0; call < graph.num_calls; ++call) {
     operands_[call].resize(static_cast<size_t>(graph.calls[call].num_operands));
     dims_[call].resize(static_cast<size_t>(graph.calls[call].num_dims));
@@ -186,6 +187,11 @@ void GraphExecutor::plan_memory() {
     chunks_[index] = {grid, std::max<int64_t>({least, share, 1})};
     workspace = std::max(workspace, static_cast<uint64_t>(sizes_[call.workspace_bytes]));
   }
+  const auto is_small = [&](int call) { return chunks_[call].grid <= chunks_[call].grain; };
+  for (int index = graph_.num_calls - 1; index >= 0; --index) {
+    const bool goes_on = index + 1 < graph_.num_calls && is_small(index) && is_small(index + 1);
+    ends_[index] = goes_on ? ends_[index + 1] : index + 1;
+  }
   workspace_stride_ = aligned(workspace);
   const uint64_t needed = workspace_stride_ * static_cast<uint64_t>(pool_.num_threads());
   if (needed > workspaces_.bytes()) {
@@ -319,23 +325,35 @@ void GraphExecutor::execute() {
 
 void GraphExecutor::work(int thread) {
   std::byte* const workspace = workspaces_.data() + workspace_stride_ * static_cast<size_t>(thread);
-  for (int index = 0; index < graph_.num_calls; ++index) {
+  for (int index = 0; index < graph_.num_calls; index = ends_[index]) {
     const auto [grid, grain] = chunks_[index];
-    for (;;) {
-      const int64_t begin = next_chunk_.fetch_add(1, std::memory_order_relaxed) * grain;
-      if (begin >= grid) break;
-      const int32_t failed =
-          graph_.calls[index].run[level_](operands_[index].data(), dims_[index].data(), workspace, begin,
-                                  std::min(begin + grain, grid));
-      if (failed != 0) failed_call_.store(index, std::memory_order_relaxed);
+    if (ends_[index] > index + 1) {
+      if (next_chunk_.fetch_add(1, std::memory_order_relaxed) == 0) {
+        for (int call = index; call < ends_[index] && failed_call_ < 0; ++call) {
+          work_on(call, 0, chunks_[call].grid, workspace);
+        }
+      }
+    } else {
+      for (;;) {
+        const int64_t begin = next_chunk_.fetch_add(1, std::memory_order_relaxed) * grain;
+        if (begin >= grid) break;
+        work_on(index, begin, std::min(begin + grain, grid), workspace);
+      }
     }
-    if (index + 1 == graph_.num_calls) return;  // the pool's own barrier follows
+    if (ends_[index] == graph_.num_calls) return;  // the pool's own barrier follows
     pool_.barrier([&] {
       next_chunk_.store(0, std::memory_order_relaxed);
       stop_ = failed_call_.load(std::memory_order_relaxed) >= 0;
     });
     if (stop_) return;
   }
+}
+
+void GraphExecutor::work_on(int call, int64_t begin, int64_t end, std::byte* workspace) {
+  if (begin >= end) return;
+  const int32_t failed = graph_.calls[call].run[level_](operands_[call].data(), dims_[call].data(),
+                                                        workspace, begin, end);
+  if (failed != 0) failed_call_.store(call, std::memory_order_relaxed);
 }
 
 }  // namespace atsc

@@ -2,7 +2,8 @@
 //
 // Memory between calls is planned when the sizes are known, and kept as long as they stay the same:
 // buffers whose lives do not overlap share places. A call's grid is claimed in chunks, and there is
-// one barrier after each call.
+// one barrier after each call; calls in a row that are too small to share are run by one thread, with
+// one barrier after all of them.
 #pragma once
 
 #include <atomic>
@@ -39,6 +40,7 @@ class GraphExecutor {
   void bind_operands(const std::vector<const void*>& outputs);
   void execute();
   void work(int thread);
+  void work_on(int call, int64_t begin, int64_t end, std::byte* workspace);
   int64_t elements_of(const GraphTensor& tensor, bool is_input) const;
 
   const GraphTables& graph_;
@@ -56,6 +58,7 @@ class GraphExecutor {
   std::vector<std::vector<void*>> operands_;
   std::vector<std::vector<int64_t>> dims_;
   std::vector<Chunk> chunks_;
+  std::vector<int> ends_;              // of the calls that are run without a barrier, by the first
   bool stop_ = false;
   alignas(64) std::atomic<int64_t> next_chunk_{0};
   std::atomic<int> failed_call_{-1};

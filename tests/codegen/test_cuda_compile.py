@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from kernel_runner import num_rows, type_of
 
+from atsc.codegen import nvrtc
 from atsc.codegen.cuda import (
     SM_LEVELS,
     CudaKernel,
@@ -103,6 +105,28 @@ def test_a_launch_line_cannot_be_missing() -> None:
 def test_an_error_names_template_and_line() -> None:
     with pytest.raises(CodegenError, match=r"compiling wrong for sm_75 .*undefined"):
         compile_cuda([CudaUnit("wrong", "__global__ void f() { undefined(); }", 75)])
+
+
+def test_headers_that_change_while_they_are_compiled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The binary of a mixture is not kept, and the next one is of what is there then."""
+    monkeypatch.setenv("ATSC_CACHE_DIR", str(tmp_path / "cache"))
+    header, unit = tmp_path / "number.h", CudaUnit("number", "", 90)
+    monkeypatch.setattr(nvrtc, "HEADERS", (header,))
+
+    def compile_and_change(_: CudaUnit) -> bytes:
+        binary = header.read_bytes()
+        header.write_text("2")
+        return binary
+
+    compiler = nvrtc.CudaCompiler("fake", compile_and_change)
+    monkeypatch.setattr(nvrtc, "find_cuda_compiler", lambda: compiler)
+    header.write_text("1")
+    with pytest.raises(CodegenError, match="headers were changed meanwhile; compile again"):
+        compile_cuda([unit])
+    (path,) = compile_cuda([unit])
+    assert path.read_text() == "2"
 
 
 def test_launch_expressions() -> None:

@@ -162,6 +162,38 @@ def test_sizes_that_only_run_time_tells(case: str) -> None:
         run(fails)
 
 
+@pytest.mark.parametrize(
+    ("model", "name", "fits", "fails"),
+    [
+        (
+            _model(
+                "ReverseSequence", {"x": [3, 2], "i": [2]}, types=INT64, time_axis=0, batch_axis=1
+            ),
+            "i", [3, 1], [4, 1],
+        ),
+        (
+            _model(
+                "TensorScatter", {"x": [1, 3, 2], "u": [1, 2, 2], "i": [1]}, types=INT64, opset=24
+            ),
+            "i", [1], [2],
+        ),
+    ],
+)  # fmt: skip
+def test_indices_that_only_data_tell(
+    model: onnx.ModelProto, name: str, fits: list[int], fails: list[int]
+) -> None:
+    run = compile_model(model)
+    shapes = {
+        value.name: [d.dim_value for d in value.type.tensor_type.shape.dim]
+        for value in model.graph.input
+    }
+    inputs = {key: _floats(*shape) for key, shape in shapes.items() if key != name}
+    run({**inputs, name: np.array(fits)})
+    for wrong in (fails, [-1] * len(fits)):
+        with pytest.raises(RuntimeError, match="the_node: an index is out of range"):
+            run({**inputs, name: np.array(wrong)})
+
+
 @pytest.fixture
 def run_plan(tmp_path: Path) -> Callable[[onnx.ModelProto, Mapping[str, Array]], Array]:
     def run(model: onnx.ModelProto, inputs: Mapping[str, Array]) -> Array:

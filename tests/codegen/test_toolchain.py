@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import test_kernels
@@ -47,6 +48,32 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
         monkeypatch.setattr(zig, "find_zig", lambda: found)
 
     yield pretend
+
+
+@pytest.mark.toolchain
+def test_headers_that_change_while_they_are_compiled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The object of a mixture is not kept, and the next one is of what is there then."""
+    monkeypatch.setenv("ATSC_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(toolchain, "INCLUDE_DIRS", (tmp_path,))
+    header, compile_really = tmp_path / "number.h", toolchain._run
+    unit = toolchain.Unit("number", '#include "number.h"\nint number() { return NUMBER; }\n')
+
+    def compile_and_change(*arguments: Any) -> None:
+        compile_really(*arguments)
+        header.write_text("#define NUMBER 2\n")
+
+    header.write_text("#define NUMBER 1\n")
+    monkeypatch.setattr(toolchain, "_run", compile_and_change)
+    with pytest.raises(CodegenError, match="headers were changed meanwhile; compile again"):
+        toolchain.compile_units([unit])
+    assert not list((tmp_path / "cache").rglob("*.o"))
+    (second,) = toolchain.compile_units([unit])
+    header.write_text("#define NUMBER 1\n")
+    monkeypatch.setattr(toolchain, "_run", compile_really)
+    (first,) = toolchain.compile_units([unit])
+    assert first != second and first.read_bytes() != second.read_bytes()
 
 
 def test_the_system_comes_first_and_zig_where_there_is_none(

@@ -54,7 +54,9 @@ def test_pressing_takes_its_share_of_the_time() -> None:
     os.close(writer)
     assert [seconds for seconds, _ in spans] == pytest.approx([0.006] * 5)
     assert all(0 < left <= loads.PERIOD_SECONDS for _, left in spans)
-    assert share == pytest.approx(5 * 0.006 / elapsed, rel=0.01)
+    # Five whole periods, though it was stopped in the last one; more if the system was late.
+    periods = max(5 * loads.PERIOD_SECONDS, elapsed)
+    assert 5 * 0.006 / (periods + loads.PERIOD_SECONDS) < share <= 0.6 + 1e-9
 
 
 def test_cpu_pressure_spins_for_the_time_it_gets() -> None:

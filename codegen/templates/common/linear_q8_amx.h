@@ -120,17 +120,18 @@ struct AmxUnit {
 struct GatheredRows {
   alignas(64) int8_t codes[kAmxSlabs][kMostRows * kQ8Bytes];
   int64_t counts[kAmxSlabs];
-
-  void gather(const Q8Rows& fine, int64_t slab, int place, uint64_t refined) {
-    const int8_t* from = fine.view.codes + fine.index(slab) * kQ8Bytes;
-    counts[place] = 0;
-    for (; refined != 0; refined &= refined - 1) {
-      const int8_t* row = from + std::countr_zero(refined) * kQ8Bytes;
-      auto* to = reinterpret_cast<__m256i*>(codes[place] + counts[place]++ * kQ8Bytes);
-      _mm256_store_si256(to, load_bytes(row));
-    }
-  }
 };
+
+static inline void gather_rows(const Q8Rows& fine, int64_t slab, int place, uint64_t refined,
+                               GatheredRows& gathered) {
+  const int8_t* from = fine.view.codes + fine.index(slab) * kQ8Bytes;
+  gathered.counts[place] = 0;
+  for (; refined != 0; refined &= refined - 1) {
+    const int8_t* row = from + std::countr_zero(refined) * kQ8Bytes;
+    int8_t* to = gathered.codes[place] + gathered.counts[place]++ * kQ8Bytes;
+    _mm256_store_si256(reinterpret_cast<__m256i*>(to), load_bytes(row));
+  }
+}
 
 // y + a slab's integer products with the row at `index` of x, in float.
 template <class Layer>
@@ -201,7 +202,7 @@ static inline void q8_gemm_amx(const Operands<Layer>& at, int64_t tile, int64_t 
   constexpr int64_t kSlabCount = num_slabs<Layer>(), kWhole = kSlabCount / 2 * 2;
   for (int64_t slab = 0; slab < kWhole; slab += 2) {
     for (int i = 0; i < 2; ++i) {
-      gathered.gather(fine, slab + i, i, refined.of_slab[slab + i]);
+      gather_rows(fine, slab + i, i, refined.of_slab[slab + i], gathered);
       prefetch_refined<Layer>(fine, slab + i + 2, refined);
     }
     for (int pair = 0; pair < kPairs; ++pair) {
@@ -212,7 +213,7 @@ static inline void q8_gemm_amx(const Operands<Layer>& at, int64_t tile, int64_t 
   }
   if constexpr (kWhole > 0) add.template operator()<2>(kWhole - 2, kPairs - 1, next ^ 1);
   if constexpr (kWhole < kSlabCount) {
-    gathered.gather(fine, kWhole, 0, refined.of_slab[kWhole]);
+    gather_rows(fine, kWhole, 0, refined.of_slab[kWhole], gathered);
     for (int pair = 0; pair < kPairs; ++pair) {
       multiply.template operator()<1>(kWhole, pair);
       add.template operator()<1>(kWhole, pair, next ^ 1);

@@ -9,7 +9,7 @@
 
 extern "C" void ATSC_LEVEL(atsc_tile_f32)(int64_t rows, int64_t columns, int64_t depth,
                                           const float* a, int64_t stride, const float* b,
-                                          float* c);
+                                          float* c, bool adds);
 
 namespace atsc::graph {
 

@@ -1,4 +1,5 @@
-// c[r][n] = sum over k of a[r][k] * b[k][n]: float, kTileColumns columns, any number of rows.
+// c[r][n] = sum over k of a[r][k] * b[k][n], or with `adds` that added to c: float, kTileColumns
+// columns, any number of rows.
 //
 // A function of its own at each level, compiled once for all plans. a is row-major with rows
 // `stride` elements apart, b is packed [depth][kTileColumns], c is [rows][kTileColumns]; b and c are
@@ -36,7 +37,8 @@ static inline void store(float* x, Vector v) { _mm256_store_ps(x, v); }
 
 // A pointer serves three rows, by the addresses p, p + stride and p + 2 stride.
 template <int kRows, int kVectors>
-static void strip(int64_t depth, const float* a, int64_t stride, const float* b, float* c) {
+static void strip(int64_t depth, const float* a, int64_t stride, const float* b, float* c,
+                  bool adds) {
   constexpr int kPointers = (kRows + 2) / 3;
   Vector sum[kRows][kVectors];
   const float* row[kPointers];
@@ -60,6 +62,15 @@ static void strip(int64_t depth, const float* a, int64_t stride, const float* b,
 #pragma GCC unroll 8
     for (int p = 0; p < kPointers; ++p) ++row[p];
   }
+  if (adds) {
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) {
+        sum[r][v] += load(c + r * kTileColumns + v * kWidth);
+      }
+    }
+  }
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
@@ -69,20 +80,20 @@ static void strip(int64_t depth, const float* a, int64_t stride, const float* b,
 
 template <int kRows, int kVectors>
 static void strip_of(int64_t rows, int64_t depth, const float* a, int64_t stride, const float* b,
-                     float* c) {
+                     float* c, bool adds) {
   if constexpr (kRows > 1) {
-    if (rows < kRows) return strip_of<kRows - 1, kVectors>(rows, depth, a, stride, b, c);
+    if (rows < kRows) return strip_of<kRows - 1, kVectors>(rows, depth, a, stride, b, c, adds);
   }
-  strip<kRows, kVectors>(depth, a, stride, b, c);
+  strip<kRows, kVectors>(depth, a, stride, b, c, adds);
 }
 
 template <int kVectors>
 static void strips(int64_t rows, int64_t depth, const float* a, int64_t stride, const float* b,
-                   float* c) {
+                   float* c, bool adds) {
   int64_t left = (rows + kStrip - 1) / kStrip;
   while (rows > 0) {
     const int64_t now = (rows + left - 1) / left;
-    strip_of<kStrip, kVectors>(now, depth, a, stride, b, c);
+    strip_of<kStrip, kVectors>(now, depth, a, stride, b, c, adds);
     a += now * stride;
     c += now * kTileColumns;
     rows -= now;
@@ -95,15 +106,15 @@ static void strips(int64_t rows, int64_t depth, const float* a, int64_t stride, 
 
 extern "C" void ATSC_LEVEL(atsc_tile_f32)(int64_t rows, int64_t columns, int64_t depth,
                                           const float* a, int64_t stride, const float* b,
-                                          float* c) {
+                                          float* c, bool adds) {
   using namespace atsc::graph;
   using namespace atsc::graph::ATSC_LEVEL(tile);
   constexpr int64_t kColumns = 2 * kWidth;
   for (int64_t first = 0; first < columns; first += kColumns) {
     if (columns - first <= kWidth) {
-      strips<1>(rows, depth, a, stride, b + first, c + first);
+      strips<1>(rows, depth, a, stride, b + first, c + first, adds);
     } else {
-      strips<2>(rows, depth, a, stride, b + first, c + first);
+      strips<2>(rows, depth, a, stride, b + first, c + first, adds);
     }
   }
 }

@@ -80,9 +80,11 @@ struct Pieces {
   int64_t count;
   int64_t from[kLanes];  // of lane 0, as if it were of the same row
   Mask mask[kLanes];
-  bool is_whole;
 };
 
+constexpr int64_t kVectors = kTileColumns / kLanes;
+
+// At least four pieces, of which some may be empty.
 static inline Pieces pieces_of(int64_t first, int64_t columns, int64_t width, int64_t row_step) {
   Pieces pieces;
   pieces.count = 0;
@@ -91,25 +93,30 @@ static inline Pieces pieces_of(int64_t first, int64_t columns, int64_t width, in
     const int64_t count = least(least(kLanes, columns) - lane, width - x);
     pieces.from[pieces.count] = y * row_step + x - lane;
     pieces.mask[pieces.count] = mask_of(lane, count);
-    pieces.is_whole = count == kLanes;
     ++pieces.count;
     lane += count;
+  }
+  for (int64_t p = pieces.count; p < 4; ++p) {
+    pieces.from[p] = 0;
+    pieces.mask[p] = mask_of(0, 0);
   }
   return pieces;
 }
 
 // kPieces 0: any number of them. Masked lanes are not read, wherever they would be.
 template <int kPieces, int64_t kTaps>
-static inline void fill(float* to, const float* frame, const Pieces& pieces, int64_t channels,
+static inline void fill(float* to, const float* frame, const Pieces* pieces, int64_t channels,
                         int64_t channel_stride, const int64_t* taps) {
   for (int64_t c = 0; c < channels; ++c, frame += channel_stride) {
     for (int64_t t = 0; t < kTaps; ++t, to += kTileColumns) {
-      Vector lanes = zero();
-      const int64_t count = kPieces > 0 ? kPieces : pieces.count;
-      for (int64_t p = 0; p < count; ++p) {
-        lanes = masked(lanes, pieces.mask[p], frame + taps[t] + pieces.from[p]);
+      for (int64_t v = 0; v < kVectors; ++v) {
+        Vector lanes = zero();
+        const int64_t count = kPieces > 0 ? kPieces : pieces[v].count;
+        for (int64_t p = 0; p < count; ++p) {
+          lanes = masked(lanes, pieces[v].mask[p], frame + taps[t] + pieces[v].from[p]);
+        }
+        put(to + v * kLanes, lanes);
       }
-      put(to, lanes);
     }
   }
 }
@@ -123,21 +130,30 @@ static inline void window_panel(float* panel, const float* frame, int64_t first,
                                 int64_t channel_stride, const int64_t* taps) {
   using namespace ATSC_LEVEL(windows);
   if (row_step == width) width = INT64_MAX;  // rows follow each other
-  for (int64_t begin = 0; begin < kTileColumns; begin += kLanes) {
-    const Pieces pieces = pieces_of(first + begin, columns - begin, width, row_step);
-    float* to = panel + begin;
-    if (pieces.count == 1 && pieces.is_whole) {
-      const float* from = frame + pieces.from[0];
-      for (int64_t c = 0; c < channels; ++c, from += channel_stride) {
-        for (int64_t t = 0; t < kTaps; ++t, to += kTileColumns) put(to, whole(from + taps[t]));
+  const int64_t y = first / width, x = first % width;
+  if (columns == kTileColumns && x + columns <= width) {
+    const float* from = frame + y * row_step + x;
+    for (int64_t c = 0; c < channels; ++c, from += channel_stride) {
+      for (int64_t t = 0; t < kTaps; ++t, panel += kTileColumns) {
+        for (int64_t v = 0; v < kVectors; ++v) {
+          put(panel + v * kLanes, whole(from + taps[t] + v * kLanes));
+        }
       }
-    } else if (pieces.count == 2) {
-      fill<2, kTaps>(to, frame, pieces, channels, channel_stride, taps);
-    } else if (pieces.count == 3) {
-      fill<3, kTaps>(to, frame, pieces, channels, channel_stride, taps);
-    } else {
-      fill<0, kTaps>(to, frame, pieces, channels, channel_stride, taps);
     }
+    return;
+  }
+  Pieces pieces[kVectors];
+  int64_t most = 0;
+  for (int64_t v = 0; v < kVectors; ++v) {
+    pieces[v] = pieces_of(first + v * kLanes, columns - v * kLanes, width, row_step);
+    most = pieces[v].count > most ? pieces[v].count : most;
+  }
+  if (most <= 2) {
+    fill<2, kTaps>(panel, frame, pieces, channels, channel_stride, taps);
+  } else if (most <= 4) {
+    fill<4, kTaps>(panel, frame, pieces, channels, channel_stride, taps);
+  } else {
+    fill<0, kTaps>(panel, frame, pieces, channels, channel_stride, taps);
   }
 }
 

@@ -1,6 +1,7 @@
 """What onnxruntime's quantize_dynamic writes, brought to forms that the rules take.
 
     DynamicQuantizeLinear -> MatMulInteger -> Cast -> Mul by both scales   -> DynamicMatMul
+    DynamicQuantizeLinear -> MatMulIntegerToFloat                          -> DynamicMatMul
     Gather of a quantised table -> DequantizeLinear                        -> the other order
 
 What differs from these forms stays as it is, and is refused by name if no rule takes it.
@@ -13,30 +14,51 @@ import onnx_ir
 from atsc.compiler.importers.onnx.canonical.editor import OWN_DOMAIN
 
 DYNAMIC_MATMUL = "DynamicMatMul"
-"""Inputs x, codes [K, N], scales, zero_points?: x is quantised while the layer runs."""
+"""Inputs x, codes [K, N], scales, zero_points?, bias?: x is quantised while the layer runs."""
+_MICROSOFT = "com.microsoft"
 
 
-QUANTISED_ATTENTION = (
+_QUANTISED_ATTENTION = (
     "quantize_dynamic makes it of Attention, and onnxruntime itself takes no such file: "
     'quantise with op_types_to_quantize=["MatMul", "Gather"]'
 )
-"""Why a QAttention is refused: its inputs are those of another operator than the name says."""
+_QUANTISED_PRODUCT = (
+    "a product of activations that are both rounded to 8 bits is no attention of ours: "
+    "quantise with MatMulConstBOnly, quantize_dynamic's default"
+)
 
 
-def quantised_attentions(graph: onnx_ir.Graph) -> list[onnx_ir.Node]:
-    """The nodes that nothing can be made of; all that reads them would be refused too."""
-    return [node for node in graph if node.op_type == "QAttention"]
+def spoiled_attentions(graph: onnx_ir.Graph) -> dict[onnx_ir.Node, str]:
+    """Why an attention cannot be found again, by the nodes that were made of it.
+
+    Whatever else there is around these would be refused too, each node by its own name.
+    """
+    found = {}
+    for node in graph:
+        if node.op_type == "QAttention":
+            found[node] = _QUANTISED_ATTENTION
+        elif node.op_type in ("MatMulInteger", "MatMulIntegerToFloat"):
+            codes = node.inputs[1]
+            if codes is not None and not _is_constant(codes):
+                found[node] = _QUANTISED_PRODUCT
+    return found
 
 
 def rewrite_dynamic_quantization(graph: onnx_ir.Graph) -> None:
     """Rewrite a graph in place; nodes that nothing reads any more are left to the caller."""
+    rows: dict[tuple[onnx_ir.Value | None, ...], onnx_ir.Value] = {}
     for node in list(graph):
-        if node.domain:
-            continue
-        if node.op_type == "MatMulInteger":
+        if (node.domain, node.op_type) == (_MICROSOFT, "MatMulIntegerToFloat"):
+            _rewrite_fused_product(graph, node)
+        elif (node.domain, node.op_type) == ("", "MatMulInteger"):
             _rewrite_product(graph, node)
-        elif node.op_type == "DequantizeLinear":
-            _rewrite_gather(graph, node)
+        elif (node.domain, node.op_type) == ("", "DequantizeLinear"):
+            key = tuple(node.inputs)
+            if key in rows:
+                # onnxruntime's optimiser writes one for each reader; a norm must see one value.
+                onnx_ir.convenience.replace_all_uses_with(node.outputs[0], rows[key])
+            elif (made := _rewrite_gather(graph, node)) is not None:
+                rows[key] = made
 
 
 def _rewrite_product(graph: onnx_ir.Graph, node: onnx_ir.Node) -> None:
@@ -62,22 +84,40 @@ def _rewrite_product(graph: onnx_ir.Graph, node: onnx_ir.Node) -> None:
     _replace(graph, product, made)
 
 
-def _rewrite_gather(graph: onnx_ir.Graph, node: onnx_ir.Node) -> None:
-    """One scale for all: a row that is gathered first and dequantised then, or the reverse."""
+def _rewrite_fused_product(graph: onnx_ir.Graph, node: onnx_ir.Node) -> None:
+    """What onnxruntime's optimiser makes of the same product, with a bias perhaps."""
+    x, codes, scale, weight_scale, point, weight_point, bias = [*node.inputs, *[None] * 7][:7]
+    quantize = None if x is None else x.producer()
+    if quantize is None or quantize.op_type != "DynamicQuantizeLinear":
+        return
+    if [x, scale, point] == list(quantize.outputs):
+        inputs = [quantize.inputs[0], codes, weight_scale, weight_point, bias]
+        made = onnx_ir.Node(OWN_DOMAIN, DYNAMIC_MATMUL, inputs, name=node.name)
+        _replace(graph, node, made)
+
+
+def _rewrite_gather(graph: onnx_ir.Graph, node: onnx_ir.Node) -> onnx_ir.Value | None:
+    """One scale for all: a row that is gathered first and dequantised then, or the reverse.
+
+    Returns:
+        The rows, if they were made.
+    """
     gather = node.inputs[0].producer() if node.inputs[0] is not None else None
     if gather is None or gather.domain or gather.op_type != "Gather":
-        return
+        return None
     table, scale = gather.inputs[0], node.inputs[1]
     if table is None or not _is_constant(table) or scale is None or scale.const_value is None:
-        return
-    if scale.const_value.size != 1 or "block_size" in node.attributes:
-        return
+        return None
+    blocks = node.attributes.get("block_size")
+    if scale.const_value.size != 1 or (blocks is not None and blocks.value):
+        return None
     floats = onnx_ir.Node("", "DequantizeLinear", [table, *node.inputs[1:]], name=node.name)
     inputs = [floats.outputs[0], gather.inputs[1]]
     made = onnx_ir.Node("", "Gather", inputs, list(gather.attributes.values()), name=gather.name)
     floats.outputs[0].name = f"{node.outputs[0].name}/table"
     graph.insert_before(gather, floats)
     _replace(graph, node, made)
+    return made.outputs[0]
 
 
 def _replace(graph: onnx_ir.Graph, old: onnx_ir.Node, made: onnx_ir.Node) -> None:
@@ -90,12 +130,18 @@ def _replace(graph: onnx_ir.Graph, old: onnx_ir.Node, made: onnx_ir.Node) -> Non
 
 
 def _is_constant(value: onnx_ir.Value) -> bool:
-    """Whether a value is a constant, or one turned round."""
-    maker = value.producer()
-    if maker is None or maker.op_type == "Constant":
-        return value.const_value is not None
-    source = maker.inputs[0] if maker.op_type in ("Transpose", "Identity") else None
-    return source is not None and _is_constant(source)
+    """Whether a value is a constant, or computed of constants alone."""
+    stack, seen = [value], set[onnx_ir.Value]()
+    while stack:
+        current = stack.pop()
+        maker = current.producer()
+        if current in seen or (maker is not None and maker.op_type == "Constant"):
+            continue
+        seen.add(current)
+        if maker is None and current.const_value is None:
+            return False
+        stack.extend(v for v in (() if maker is None else maker.inputs) if v is not None)
+    return True
 
 
 def _only_reader(value: onnx_ir.Value, op_type: str) -> onnx_ir.Node | None:

@@ -27,9 +27,8 @@ from atsc.compiler.importers.onnx import (
 )
 from atsc.compiler.importers.onnx.canonical.canonicalize import canonicalize
 from atsc.compiler.importers.onnx.dynamic_quantization import (
-    QUANTISED_ATTENTION,
-    quantised_attentions,
     rewrite_dynamic_quantization,
+    spoiled_attentions,
 )
 from atsc.compiler.importers.onnx.lowering import Lowering, Rule, lower_node, refuse_node
 from atsc.compiler.importers.onnx.model_file import ModelFile, is_readable, open_model, read_json
@@ -82,9 +81,8 @@ def import_onnx(
     lowering = Lowering(file, accuracy_level, context)
     lowering.lower_body = lambda body: _lower_body(lowering, body, {})
     graph = file.model.graph
-    for node in quantised_attentions(graph):
-        subject = f"{node.op_type} ({node.domain})"
-        lowering.report(node.name or node.op_type, subject, QUANTISED_ATTENTION)
+    for node, reason in spoiled_attentions(graph).items():
+        refuse_node(lowering, node, reason)
     lowering.raise_problems()
     rewrite_dynamic_quantization(graph)
     _sort(file)

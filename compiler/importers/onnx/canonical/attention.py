@@ -153,14 +153,30 @@ def _side(editor: Editor, angles: Angles, heads: Value, count: int, size: int) -
         factor = editor.constant(f"{name}/factor", np.array([before.turn.scale], np.float32))
         (rows,) = editor.node("Mul", [rows, factor], f"{name}/scaled")
     grouped = editor.reshape(rows, [1, -1, size], f"{name}/heads")
+    given = [value for value in node.inputs[1:] if value is not None]
+    weights = [rounds.value(value, TYPICAL).reshape(-1).astype(np.float32) for value in given]
+    by_head = count > 1 and weights[0].size == width
+    own = [np.ones(size, np.float32)] if by_head else weights
+    constants = [editor.constant(f"{name}/{k}", row) for k, row in enumerate(own)]
     (y,) = editor.node(
         node.op_type,
-        [grouped, *node.inputs[1:]],
+        [grouped, *constants],
         name,
         epsilon=float(node.attributes["epsilon"].value) if "epsilon" in node.attributes else 1e-5,
         axis=-1,
     )
-    return _Side(span, angles.measure(span), editor.reshape(y, [1, -1, width], f"{name}/flat"))
+    y = editor.reshape(y, [1, -1, width], f"{name}/flat")
+    if by_head:
+        y = _affine(editor, y, weights, name)
+    return _Side(span, angles.measure(span), y)
+
+
+def _affine(editor: Editor, rows: Value, weights: list[Array], name: str) -> Value:
+    """Rows times a row, and plus another if there is one: weights of norms that differ by head."""
+    for op_type, row in zip(("Mul", "Add"), weights, strict=False):
+        constant = editor.constant(f"{name}/{op_type}/row", row)
+        (rows,) = editor.node(op_type, [rows, constant], f"{name}/{op_type}")
+    return rows
 
 
 def _normalises_rows(editor: Editor, value: Value) -> bool:

@@ -1,9 +1,11 @@
 """canonicalize: decomposed decoders as the operators that the importer takes. Start reading here.
 
     branches     the If of a merged decoder          -> its branch with a cache
+    fused_products  FusedMatMul of onnxruntime       -> MatMul between Transpose and Mul
     weight_sums  x (W + A B), of adapters (LoRA)     -> products with W, and with A and B
     norms        RMSNorm, LayerNorm                  -> SimplifiedLayerNormalization and
                                                         LayerNormalization
+    head_norms   norms of heads, one by one           -> one norm with weights of each head
     positions    rows added by position              -> AddPositions
     attention    Softmax or Attention-23, with rope, -> GroupQueryAttention
                  masks, caches, repeated heads
@@ -25,6 +27,8 @@ from atsc.compiler.importers.onnx.canonical.activations import rewrite_activatio
 from atsc.compiler.importers.onnx.canonical.attention import rewrite_attention
 from atsc.compiler.importers.onnx.canonical.branches import rewrite_branches
 from atsc.compiler.importers.onnx.canonical.editor import Editor
+from atsc.compiler.importers.onnx.canonical.fused_products import rewrite_fused_products
+from atsc.compiler.importers.onnx.canonical.head_norms import rewrite_head_norms
 from atsc.compiler.importers.onnx.canonical.movements import rewrite_movements
 from atsc.compiler.importers.onnx.canonical.norms import rewrite_norms
 from atsc.compiler.importers.onnx.canonical.positions import rewrite_positions
@@ -33,8 +37,10 @@ from atsc.compiler.importers.onnx.canonical.weight_sums import rewrite_weight_su
 
 _REWRITES = (
     rewrite_branches,
+    rewrite_fused_products,
     rewrite_weight_sums,
     rewrite_norms,
+    rewrite_head_norms,
     rewrite_positions,
     rewrite_attention,
     rewrite_activations,

@@ -33,9 +33,10 @@ _AFTER_SOFTMAX = ("Cast", "Where", "Identity", "Dropout")
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """Where new keys or values [1, heads, M, size] join those of earlier rounds.
+    """Where new keys or values join those of earlier rounds [1, heads, P, size].
 
-    They go behind these, or into a cache of a fixed size, at their positions.
+    They are heads too, perhaps with the tokens outside; they go behind the old ones, or into a
+    cache of a fixed size, at their positions.
     """
 
     past: Value
@@ -223,13 +224,15 @@ def _scattered(rounds: Rounds, scatter: Node, path: list[Value]) -> Cache:
     shape = rounds.shape(past, TYPICAL)
 
     def is_new(value: Value) -> bool:
-        return rounds.shape(value, TYPICAL) == (*shape[:2], TYPICAL.tokens, *shape[3:])
+        one, heads, _, size = shape
+        found = rounds.shape(value, TYPICAL)
+        return found in ((one, heads, TYPICAL.tokens, size), (one, TYPICAL.tokens, heads, size))
 
     new = _before_moves(rounds, new, is_new)
     presents = [value for value in path if rounds.shape(value, TYPICAL) == shape]
     if not (rounds.is_past(past) and is_new(new) and presents):
         raise Refusal(
-            f"{scatter.op_type} {scatter.name} does not write keys or values [1, heads, M, size] "
+            f"{scatter.op_type} {scatter.name} does not write heads of keys or values "
             "into a cache that is an input of the model"
         )
     return Cache(past, new, presents[-1])

@@ -61,6 +61,11 @@ RIGHT = {
     "OLMo2": Spelling(order="post", qk_norm="rows", norm="rms_div"),
     "norms divide": Spelling(qk_norm="before", norm="rms_div"),
     "Persimmon": PERSIMMON,
+    "StableLM 2 12B": Spelling(
+        norm="layer", qk_norm="each", rope="partial", order="parallel", activation="silu"
+    ),
+    "norms of each head": Spelling(qk_norm="each", norm="layer_node", rope_in_heads_last=False),
+    "RMS norms of each head": Spelling(qk_norm="each", packed=True),
     "layer norms of heads after rope": replace(PERSIMMON, norm="layer_node", qk_norm="after"),
     "layer norms of heads, packed": Spelling(norm="layer_node", qk_norm="before", packed=True),
     "layer norms of heads, Attention": replace(PERSIMMON, fused="heads", activation="gelu_tanh"),
@@ -114,7 +119,7 @@ def test_spellings_match_onnxruntime(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.toolchain
-@pytest.mark.parametrize("qk_norm", ["before", "after"])
+@pytest.mark.parametrize("qk_norm", ["before", "after", "each"])
 def test_plans_with_layer_norms_of_heads(tmp_path: Path, qk_norm: str) -> None:
     """The norms stay nodes of their own before attention, on the CPU and on the device."""
     spelling = replace(PERSIMMON, qk_norm=qk_norm)
@@ -126,6 +131,12 @@ def test_plans_with_layer_norms_of_heads(tmp_path: Path, qk_norm: str) -> None:
     ids = [int(token) for token in IDS]
     for logits in plan_logits(tmp_path / "model.onnx", tmp_path, ids, PROMPT):
         assert np.linalg.norm(logits - expected) <= 2e-3 * np.linalg.norm(expected)
+
+
+def test_heads_that_change_places_are_refused(tmp_path: Path) -> None:
+    spelling = Spelling(norm="layer_node", qk_norm="crossed")
+    with pytest.raises(ModelError, match="comes of several rows of activations"):
+        imported(spelling, tmp_path)
 
 
 def test_bfloat16_throughout(tmp_path: Path) -> None:

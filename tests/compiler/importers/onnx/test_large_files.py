@@ -76,7 +76,7 @@ def nbits(decoder: BigDecoder, x: str, index: int) -> str:
 
 
 def qdq(decoder: BigDecoder, x: str, index: int) -> str:
-    """int4 behind DequantizeLinear, which stores a matrix the other way round."""
+    """int4 behind DequantizeLinear, which stores a matrix the other way round, and a norm."""
     width = decoder.width
     shape = (width // BLOCK, width)
     names = [
@@ -87,30 +87,36 @@ def qdq(decoder: BigDecoder, x: str, index: int) -> str:
     decoder.node(
         "DequantizeLinear", names, [f"w{index}"], name=f"dq{index}", axis=0, block_size=BLOCK
     )
-    return decoder.node("MatMul", [x, f"w{index}"], [f"y{index}"], name=f"linear{index}")
+    decoder.node("MatMul", [x, f"w{index}"], [f"product{index}"], name=f"linear{index}")
+    return norm_in_pieces(decoder, index)
 
 
 def halves(decoder: BigDecoder, x: str, index: int) -> str:
-    """fp16 that the graph widens and turns round, and a norm in pieces, whose proof asks for the
-    shape of the product.
-    """
+    """fp16 that the graph widens and turns round, and a norm."""
     decoder.big(f"codes{index}", TensorProto.FLOAT16, (decoder.width, decoder.width))
+    decoder.node(
+        "Cast", [f"codes{index}"], [f"wide{index}"], name=f"Cast{index}", to=TensorProto.FLOAT
+    )
+    decoder.node("Transpose", [f"wide{index}"], [f"w{index}"], name=f"turn{index}", perm=[1, 0])
+    decoder.node("MatMul", [x, f"w{index}"], [f"product{index}"], name=f"linear{index}")
+    return norm_in_pieces(decoder, index)
+
+
+def norm_in_pieces(decoder: BigDecoder, index: int) -> str:
+    """A norm whose proof asks for the shape of the product before it."""
     decoder.big(f"gain{index}", TensorProto.FLOAT, (decoder.width,))
     for name, value in (("two", np.float32(2)), ("tiny", np.float32(1e-6)), ("last", [-1])):
         decoder.constant(f"{name}{index}", np.array(value))
-    for op, inputs, output, attrs in (
-        ("Cast", ["codes"], "wide", {"to": TensorProto.FLOAT}),
-        ("Transpose", ["wide"], "turned", {"perm": [1, 0]}),
-        ("MatMul", [x, "turned"], "product", {}),
-        ("Pow", ["product", "two"], "squares", {}),
-        ("ReduceMean", ["squares", "last"], "mean", {}),
-        ("Add", ["mean", "tiny"], "sum", {}),
-        ("Sqrt", ["sum"], "root", {}),
-        ("Div", ["product", "root"], "unit", {}),
-        ("Mul", ["unit", "gain"], "y", {}),
+    for op, inputs, output in (
+        ("Pow", ["product", "two"], "squares"),
+        ("ReduceMean", ["squares", "last"], "mean"),
+        ("Add", ["mean", "tiny"], "sum"),
+        ("Sqrt", ["sum"], "root"),
+        ("Div", ["product", "root"], "unit"),
+        ("Mul", ["unit", "gain"], "y"),
     ):
-        names = [name if name == x else f"{name}{index}" for name in inputs]
-        decoder.node(op, names, [f"{output}{index}"], name=f"{op}{index}", **attrs)
+        names = [f"{name}{index}" for name in inputs]
+        decoder.node(op, names, [f"{output}{index}"], name=f"{op}{index}")
     return f"y{index}"
 
 

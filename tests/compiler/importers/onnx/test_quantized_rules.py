@@ -44,6 +44,7 @@ def integers(
     block_size=st.sampled_from([8, 16, 32, 48, 64, 512]),
     shape=st.tuples(st.integers(2, 150), st.integers(2, 40)),
     turned=st.booleans(),
+    turned_codes=st.booleans(),
     zero_points=st.booleans(),
     seed=st.integers(0, 99),
 )
@@ -53,10 +54,11 @@ def test_dequantize_linear(
     block_size: int,
     shape: tuple[int, int],
     turned: bool,
+    turned_codes: bool,
     zero_points: bool,
     seed: int,
 ) -> None:
-    """Every axis, block and type, with the matrix stored either way round."""
+    """Every axis, block and type, with the matrix stored either way round, and turned or not."""
     rng = np.random.default_rng(seed)
     width, outputs = shape
     stored = (outputs, width) if turned else (width, outputs)
@@ -67,7 +69,11 @@ def test_dequantize_linear(
     if blocked:
         parts[axis] = -(-stored[axis] // block_size)
     decoder = MiniDecoder(rng.standard_normal((3, width), np.float32), opset=21)
-    integers(decoder, rng, "codes", element, stored)
+    if turned_codes and element in (TensorProto.INT8, TensorProto.UINT8):
+        integers(decoder, rng, "stored", element, stored[::-1])
+        decoder.node("Transpose", ["stored"], ["codes"], name="turn_codes", perm=[1, 0])
+    else:
+        integers(decoder, rng, "codes", element, stored)
     scales = rng.uniform(-0.1, 0.1, tuple(parts)).astype(np.float32)
     names = ["codes", decoder.constant("scales", scales)]
     if zero_points:
@@ -310,7 +316,8 @@ def test_a_dynamic_head_tied_to_the_table(rows_first: bool, turned: bool, per_ro
     decoder = MiniDecoder(np.zeros((7, 1), np.float32), opset=21)
     decoder.nodes.clear()
     integers(decoder, rng, "stored", TensorProto.UINT8, (32, 7) if turned else (7, 32))
-    decoder.node("Transpose", ["stored"], ["flipped"], perm=[1, 0])
+    decoder.node("Identity", ["stored"], ["same"])
+    decoder.node("Transpose", ["same"], ["flipped"], perm=[1, 0])
     codes, head = ("flipped", "stored") if turned else ("stored", "flipped")
     sizes = (7,) if per_row else ()
     scales = decoder.constant("scales", rng.uniform(0.01, 0.02, sizes).astype(np.float32))
