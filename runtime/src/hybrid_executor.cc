@@ -11,14 +11,14 @@ namespace {
 constexpr size_t kPreparedOfSession = 2, kPreparedBesides = 2;  // chunks, the rests of prompts
 constexpr int64_t kPauseAfterFailureNs = 60'000'000'000;  // no memory for a new round
 
-// The rows of a cache that hold tokens: of each head the first ones. Where those are most of it, all in
-// one copy, for each costs some microseconds.
+// The rows of a cache that hold tokens: of each head the first ones. All of it in one copy where the rest
+// takes less time than it would take to begin the others.
 void add_copies(const CacheEntry& entry, const SessionPlace::Cache& there, const CacheView& here,
-                int64_t written, bool to_host, CommandList& list) {
+                int64_t written, bool to_host, uint64_t begin_bytes, CommandList& list) {
   const auto row = sizeof(uint16_t) * static_cast<uint64_t>(entry.head_size);
   const auto capacity = static_cast<uint64_t>(entry.capacity);
   const uint64_t used = std::min(static_cast<uint64_t>(written), capacity);
-  const bool whole = 2 * used >= capacity;
+  const bool whole = row * (capacity - used) <= begin_bytes;
   const uint64_t num_parts = whole ? 1 : static_cast<uint64_t>(entry.kv_heads);
   const uint64_t part_bytes = row * capacity * static_cast<uint64_t>(entry.kv_heads) / num_parts;
   const uint64_t bytes = whole ? part_bytes : row * used;
@@ -75,6 +75,7 @@ HybridExecutor::HybridExecutor(const Plan& plan, Residency& residency, Executor&
       most_prepared_(kPreparedBesides +
                      kPreparedOfSession * static_cast<size_t>(residency.num_places())),
       clock_offset_ns_(residency.device().clock_offset_ns()),
+      copy_begin_bytes_(options.copy_begin_bytes),
       policy_(plan, residency, options),
       maker_(plan, residency, executor, policy_,
              options.waits == WaitMode::kHold ? Waits::kHold : Waits::kYield) {}
@@ -186,7 +187,8 @@ void HybridExecutor::move_caches(const HybridRound& prepared, const Round& round
     if (cache.k == 0 || cache.has_retreated == to_host) continue;
     moved.push_back(&cache);
     if (round.written == 0) continue;
-    add_copies(plan_.caches[index], cache, round.caches[index], round.written, to_host, copies);
+    add_copies(plan_.caches[index], cache, round.caches[index], round.written, to_host,
+               copy_begin_bytes_, copies);
   }
   if (!copies.commands().empty()) {
     const auto executable = residency_.device().build(copies, BuildMode::kLaunches);

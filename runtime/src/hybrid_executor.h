@@ -71,6 +71,7 @@ class HybridExecutor {
   Pool& pool_;
   const size_t most_prepared_;
   const int64_t clock_offset_ns_;
+  const uint64_t copy_begin_bytes_;
   TransferPolicy policy_;
   RoundMaker maker_;
   std::vector<std::unique_ptr<HybridRound>> prepared_;
