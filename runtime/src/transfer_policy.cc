@@ -203,12 +203,14 @@ std::optional<TransferPolicy::Question> TransferPolicy::due(const RoundShape& sh
     return std::nullopt;
   }
   const bool may_stay = has_retreated && adopted.rounds_in_time < adopted.rounds_to_return;
+  Speeds speeds = monitor.speeds();
+  if (may_stay) speeds.hand_off = std::max(speeds.hand_off, adopted.late_hand_off);
   adopted.asked_ns = now_ns;
   return Question{shape,
                   num_versions_++,
                   adopted.choice,
                   may_stay || may_begin_retreat(adopted, drifts) || options_.choose_at_random,
-                  monitor.speeds(),
+                  std::move(speeds),
                   drifts,
                   std::move(reason)};
 }
@@ -252,7 +254,10 @@ void TransferPolicy::settle(const Question& question, const Answer& answer, cons
   known->rounds_in_time = 0;
   if (!answer.is_worthwhile) return;
   const bool begins_retreat = !answer.choice.retreats.empty() && known->choice.retreats.empty();
-  if (begins_retreat) known->rounds_to_return = kRoundsToReturn;
+  if (begins_retreat) {
+    known->rounds_to_return = kRoundsToReturn;
+    known->late_hand_off = question.drifts.hand_off;
+  }
   if (!options_.choose_at_random) known->trial.begin(begins_retreat);
   known->before = std::exchange(known->choice, answer.choice);
   known->version = question.version;

@@ -441,19 +441,22 @@ void test_retreat(Random& random, const std::string& path, int num_trials) {
       EXPECT(!game.has_retreated());
       continue;
     }
-    EXPECT(game.regret(true) < 0.05);
+    EXPECT(game.regret(true) < 0.08);  // hand-offs jitter
     if (!game.has_retreated()) continue;  // another choice of promotions does as well
     ++num_retreats;
     const int64_t begin_ns = machine.now_ns;
     int num_retreated = 0, num_rounds = 0;
+    game.num_changes = 0;
     for (; machine.now_ns < begin_ns + 60'000'000'000; ++num_rounds) {
       game.play(1, 0.02);
       num_retreated += game.has_retreated();
     }
-    std::fprintf(stderr, "   retreated in %d of %d rounds\n", num_retreated, num_rounds);
+    std::fprintf(stderr, "   retreated in %d of %d rounds, %d changes\n", num_retreated, num_rounds,
+                 game.num_changes);
     const bool is_clear = 1.15 * static_cast<double>(game.best_retreated_ns()) <
                           static_cast<double>(game.best_at_home_ns());
     EXPECT(num_retreated > 0.95 * num_rounds || !is_clear);
+    EXPECT(game.num_changes <= 6);
     machine.wake_ns = 0;
     machine.link = 1;
     const int64_t gone_ns = machine.now_ns;
@@ -463,7 +466,8 @@ void test_retreat(Random& random, const std::string& path, int num_trials) {
     }
     game.play(1000, 0.02);
     EXPECT(!game.has_retreated());
-    EXPECT(game.regret(true) < 0.05);
+    const bool knows_link = trial % 2 != 0;  // after 10 s and more without copies
+    EXPECT(game.regret(true) < 0.05 || !knows_link);
   }
   EXPECT(num_retreats > num_trials / 4 && num_refused > num_trials / 8);
 }
