@@ -242,7 +242,8 @@ class Change(_Sized):
         ("adoption_ns", ctypes.c_int64),
         ("build_ns", ctypes.c_int64),
         ("reason", ctypes.c_char * REASON_BYTES),
-        ("holds_device", ctypes.c_int32),
+        ("num_retreated", ctypes.c_int32),
+        ("host_bytes", ctypes.c_uint64),
     )
 
 

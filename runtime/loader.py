@@ -76,8 +76,9 @@ def load(
         rounds: how a round runs on the GPU: short ones as one graph, "launches", or, to compare
             with, "synchronous": all on one stream, with a wait at each hand-off.
         waits: whether other programs may have the GPU while a decode round waits for the CPU:
-            "yield" always, "hold" never (it saves some microseconds a wait, too), "load-aware"
-            until they keep it for so long that rounds get slower (with that transfer alone).
+            "yield" always, "hold" never (it saves some microseconds a wait, too); "load-aware"
+            always, and where the GPU comes back late, the CPU takes units over that live on the
+            GPU, which takes memory for their weights (with that transfer alone).
 
     Warns:
         RuntimeWarning: less of the GPU than planned is in use; says why.

@@ -38,7 +38,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A new choice of the units that rounds copy to the GPU and run there (promotions)."""
+    """A new choice of the units that rounds run on the other side than where they live."""
 
     when_ns: int
     """On the clock of events."""
@@ -46,7 +46,7 @@ class Change:
     """Of the rounds: `decode` or `prefill`."""
     reason: str
     num_promoted: int
-    """Units."""
+    """Units that the GPU computes although they live on the CPU."""
     promoted_bytes: int
     """That each round copies."""
     before_ns: int
@@ -57,14 +57,17 @@ class Change:
     """That the swap held up the rounds."""
     build_ns: int
     """That choosing and making the round ready took beside the rounds."""
-    holds_device: bool
-    """The rounds keep the GPU from other programs while they wait for the CPU."""
+    num_retreated: int
+    """Units that the CPU computes although they live on the GPU."""
+    host_bytes: int
+    """Of the CPU's memory that their weights took for the first time."""
 
     def __str__(self) -> str:
-        holds = ", holds the GPU" if self.holds_device else ""
+        retreats = f", {self.num_retreated} units retreat" if self.num_retreated else ""
+        memory = f" ({self.host_bytes / 2**20:.1f} MiB of memory)" if self.host_bytes else ""
         return (
             f"{self.kind} promotes {self.num_promoted} units, "
-            f"{self.promoted_bytes / 2**20:.1f} MiB{holds} ({self.reason}); predicted: "
+            f"{self.promoted_bytes / 2**20:.1f} MiB{retreats}{memory} ({self.reason}); predicted: "
             f"{self.after_ns / 1e6:.2f} ms instead of {self.before_ns / 1e6:.2f}"
         )
 
@@ -81,7 +84,8 @@ def change_of(found: capi.Change) -> Change:
         after_ns=found.after_ns,
         adoption_ns=found.adoption_ns,
         build_ns=found.build_ns,
-        holds_device=bool(found.holds_device),
+        num_retreated=found.num_retreated,
+        host_bytes=found.host_bytes,
     )
 
 

@@ -104,8 +104,8 @@ def add_transfer_flags(parser: argparse.ArgumentParser) -> None:
         "--waits",
         choices=("load-aware", "yield", "hold"),
         default="load-aware",
-        help="whether other programs may have the GPU while decode waits for the CPU: until they "
-        "slow it down (load-aware, the default), always, or never",
+        help="whether other programs may have the GPU while decode waits for the CPU: always, and "
+        "the CPU takes units over if it comes back late (load-aware, the default); always; never",
     )
 
 

@@ -28,7 +28,7 @@ extern "C" {
 
 /* Raised with every change below. A plan serves callers built for any version from the oldest on: what
  * they know has not changed since, and what came later is at the end. */
-#define ATSC_API_VERSION 3u
+#define ATSC_API_VERSION 4u
 #define ATSC_API_OLDEST 2u
 #define ATSC_MESSAGE_BYTES 1024
 
@@ -60,7 +60,8 @@ enum {
 
 /* While a decode round waits for the CPU, may other programs have the GPU? */
 enum {
-  ATSC_WAITS_LOAD_AWARE = 0, /* yes, unless rounds show that they keep it (not without transfers' being so) */
+  ATSC_WAITS_LOAD_AWARE = 0, /* yes; where that makes it come back late, the CPU takes units over (not
+                                without transfers' being load-aware) */
   ATSC_WAITS_YIELD = 1,      /* yes */
   ATSC_WAITS_HOLD = 2        /* no: a kernel waits */
 };
@@ -230,7 +231,8 @@ typedef struct atsc_round {
 enum { ATSC_ROUND_DECODE = 0, ATSC_ROUND_PREFILL = 1 };
 #define ATSC_REASON_BYTES 128
 
-/* A new choice of the units that rounds copy to the GPU and run there. */
+/* A new choice of the units that rounds run on the other side than where they live: copied to the GPU
+ * (promoted), or on the CPU where the GPU comes back late (retreated). */
 typedef struct atsc_change {
   size_t struct_size;
   int64_t when_ns;         /* on the clock of events; 0: no change */
@@ -242,7 +244,8 @@ typedef struct atsc_change {
   int64_t adoption_ns;     /* that the swap took of the rounds' thread */
   int64_t build_ns;        /* beside rounds: choosing, and making the round ready */
   char reason[ATSC_REASON_BYTES];
-  int32_t holds_device;    /* not 0: these rounds keep the GPU while they wait for the CPU */
+  int32_t num_retreated;   /* units that live on the GPU and that the CPU computes in these rounds */
+  uint64_t host_bytes;     /* of the CPU's memory that their weights took for the first time */
 } atsc_change;
 
 /* A tensor that goes into a general graph or comes out of it. */

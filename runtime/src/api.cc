@@ -86,7 +86,7 @@ void run_round(atsc_session& session, const int32_t* tokens, int64_t count, cons
                int64_t num_rows) {
   const std::lock_guard lock(session.plan->rounds);
   const auto execute = [&](const Round& round) {
-    const SessionPlace* place = session.place.get();
+    SessionPlace* place = session.place.get();
     return session.recorder ? session.recorder->run(round, place) : session.plan->run(round, place);
   };
   session.state.run(execute, tokens, count, rows, num_rows);

@@ -68,7 +68,7 @@ struct atsc_plan {
   // A plan without placements is opened to be profiled: it has a device, and runs on the CPU.
   bool uses_device() const { return opened.device && atsc::kPlan.device.num_rungs > 0; }
 
-  bool run(const atsc::Round& round, const atsc::SessionPlace* place) {
+  bool run(const atsc::Round& round, atsc::SessionPlace* place) {
     return hybrid ? hybrid->run(round, *place) : executor.run(round);
   }
 };
@@ -88,7 +88,7 @@ class HeldPlace {
   }
   HeldPlace(const HeldPlace&) = delete;
 
-  const SessionPlace* get() const { return place_; }
+  SessionPlace* get() const { return place_; }
 
  private:
   atsc_plan& plan_;

@@ -25,7 +25,7 @@ class ChoiceTrial {
   void observe(const RoundTime& round);
 
   // The next rounds run another choice. There is no trial if too little is known of this one.
-  // `must_gain`: what costs others something must be faster, not only as fast.
+  // `must_gain`: what takes memory and time to begin with must be faster, not only as fast.
   void begin(bool must_gain = false);
   // Forgets all rounds; no trial.
   void reset() { *this = {}; }

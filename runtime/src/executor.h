@@ -44,6 +44,7 @@ struct Round {
   float* logits;               // [num_logit_rows][vocab_size], 64-byte aligned
   const CacheView* caches;     // one a cache of the plan
   const std::atomic<bool>* cancelled;
+  int64_t written = 0;         // tokens below this may be in the caches; at least `position`
 };
 
 class Executor {

@@ -11,6 +11,31 @@ namespace {
 constexpr size_t kPreparedOfSession = 2, kPreparedBesides = 2;  // chunks, the rests of prompts
 constexpr int64_t kPauseAfterFailureNs = 60'000'000'000;  // no memory for a new round
 
+// The rows of a cache that hold tokens: of each head the first ones. All of it in one copy where the rest
+// takes less time than it would take to begin the others.
+void add_copies(const CacheEntry& entry, const SessionPlace::Cache& there, const CacheView& here,
+                int64_t written, bool to_host, uint64_t begin_bytes, CommandList& list) {
+  const auto row = sizeof(uint16_t) * static_cast<uint64_t>(entry.head_size);
+  const auto capacity = static_cast<uint64_t>(entry.capacity);
+  const uint64_t used = std::min(static_cast<uint64_t>(written), capacity);
+  const bool whole = row * (capacity - used) <= begin_bytes;
+  const uint64_t num_parts = whole ? 1 : static_cast<uint64_t>(entry.kv_heads);
+  const uint64_t part_bytes = row * capacity * static_cast<uint64_t>(entry.kv_heads) / num_parts;
+  const uint64_t bytes = whole ? part_bytes : row * used;
+  const auto add = [&](void* host, DeviceAddress device) {
+    for (uint64_t at = 0; at < part_bytes * num_parts; at += part_bytes) {
+      std::byte* const memory = static_cast<std::byte*>(host) + at;
+      if (to_host) {
+        list.copy_to_host(Branch::kCompute, memory, device + at, bytes);
+      } else {
+        list.copy_to_device(Branch::kCompute, device + at, memory, bytes);
+      }
+    }
+  };
+  add(here.k, there.k);
+  add(here.v, there.v);
+}
+
 }  // namespace
 
 // While one lives, `cancel` reaches the executable and the pool stays awake between segments.
@@ -50,8 +75,10 @@ HybridExecutor::HybridExecutor(const Plan& plan, Residency& residency, Executor&
       most_prepared_(kPreparedBesides +
                      kPreparedOfSession * static_cast<size_t>(residency.num_places())),
       clock_offset_ns_(residency.device().clock_offset_ns()),
+      copy_begin_bytes_(options.copy_begin_bytes),
       policy_(plan, residency, options),
-      maker_(plan, residency, executor, policy_) {}
+      maker_(plan, residency, executor, policy_,
+             options.waits == WaitMode::kHold ? Waits::kHold : Waits::kYield) {}
 
 void HybridExecutor::cancel(const std::atomic<bool>& cancelled) {
   const std::lock_guard lock(mutex_);
@@ -79,7 +106,7 @@ HybridRound& HybridExecutor::prepare(const RoundShape& shape, const SessionPlace
     // Another session's round brought the new choice, or the policy went back to the old one.
     if (known->version != adopted.version && platform::now_ns() >= remake_from_ns_) {
       maker_.submit({.place = &place, .shape = shape, .question = {}, .choice = adopted.choice,
-                     .waits = adopted.waits, .version = adopted.version});
+                     .version = adopted.version});
     }
     return *known;
   }
@@ -99,7 +126,7 @@ std::unique_ptr<HybridRound> HybridExecutor::make(const RoundShape& shape,
                                                   const SessionPlace& place) {
   const TransferPolicy::Adopted adopted = policy_.choice_of(shape);
   const auto make_it = [&](BuildMode mode) {
-    return maker_.make(place, shape, adopted.choice, adopted.waits, adopted.version, mode);
+    return maker_.make(place, shape, adopted.choice, adopted.version, mode);
   };
   if (shape.num_tokens <= kFewRows) {
     try {
@@ -133,9 +160,10 @@ void HybridExecutor::adopt_what_is_ready() {
     return;
   }
   if (result->has_failed) {
-    policy_.put_off(*order.question, now_ns + kPauseAfterFailureNs);
+    policy_.put_off(*order.question, result->answer, now_ns + kPauseAfterFailureNs);
   } else {
-    policy_.settle(*order.question, result->answer, {now_ns - begin_ns, result->taken_ns}, now_ns);
+    policy_.settle(*order.question, result->answer,
+                   {now_ns - begin_ns, result->taken_ns, result->host_bytes}, now_ns);
   }
 }
 
@@ -144,9 +172,30 @@ void HybridExecutor::look_at_speeds(const HybridRound& round) {
   std::optional<TransferPolicy::Question> question = policy_.due(round.shape, record_.end_ns);
   if (!question) return;
   const int version = question->version;
-  const Waits waits = question->waits;
   maker_.submit({.place = round.place, .shape = round.shape, .question = std::move(question),
-                 .choice = {}, .waits = waits, .version = version});
+                 .choice = {}, .version = version});
+}
+
+// All copies in one list, so that the device is waited for once.
+void HybridExecutor::move_caches(const HybridRound& prepared, const Round& round,
+                                 SessionPlace& place) {
+  CommandList copies;
+  std::vector<SessionPlace::Cache*> moved;
+  for (size_t index = 0; index < place.caches.size(); ++index) {
+    SessionPlace::Cache& cache = place.caches[index];
+    const bool to_host = prepared.built.caches_on_host[index];
+    if (cache.k == 0 || cache.has_retreated == to_host) continue;
+    moved.push_back(&cache);
+    if (round.written == 0) continue;
+    add_copies(plan_.caches[index], cache, round.caches[index], round.written, to_host,
+               copy_begin_bytes_, copies);
+  }
+  if (!copies.commands().empty()) {
+    const auto executable = residency_.device().build(copies, BuildMode::kLaunches);
+    executable->run();
+    executable->wait();
+  }
+  for (SessionPlace::Cache* cache : moved) cache->has_retreated = !cache->has_retreated;
 }
 
 void HybridExecutor::write_numbers(const Round& round) {
@@ -164,11 +213,12 @@ void HybridExecutor::write_numbers(const Round& round) {
               sizeof(int32_t) * static_cast<size_t>(round.num_tokens));
 }
 
-bool HybridExecutor::run(const Round& round, const SessionPlace& place) {
+bool HybridExecutor::run(const Round& round, SessionPlace& place) {
   if (round.cancelled->load(std::memory_order_relaxed)) return false;
   ++num_rounds_;
   adopt_what_is_ready();
   HybridRound& prepared = prepare({round.num_tokens, round.num_logit_rows}, place);
+  move_caches(prepared, round, place);
   executor_.bind(*prepared.program, round);
   for (const Executor::Instruction& instruction : prepared.program->instructions) {
     residency_.device().check_host_args(instruction.node->name, instruction.args);

@@ -8,9 +8,9 @@
 //     few rows     a graph (2 ms to build, then 1 us a node)
 //     many rows    launches
 //
-// What is promoted says the policy (transfer_policy.h). When it changes its mind, the round that is
-// there runs on while the next is made on another thread (round_maker.h), and is swapped for it
-// between two rounds.
+// What is promoted and what retreats says the policy (transfer_policy.h). When it changes its mind, the
+// round that is there runs on while the next is made on another thread (round_maker.h), and is swapped
+// for it between two rounds. A session's caches are moved when its next round wants them elsewhere.
 //
 // Source: ATSInfer 4.2.2 and 4.3.
 #pragma once
@@ -37,7 +37,7 @@ class HybridExecutor {
 
   // `place` is the session's. False: cancelled; the caches then hold part of the round. Raises
   // Failure if the device fails.
-  bool run(const Round& round, const SessionPlace& place);
+  bool run(const Round& round, SessionPlace& place);
 
   // Ends the waits of the present round if `cancelled` is its flag. Any thread.
   void cancel(const std::atomic<bool>& cancelled);
@@ -59,6 +59,7 @@ class HybridExecutor {
   HybridRound* find(const RoundShape& shape, const SessionPlace& place);
   void adopt_what_is_ready();
   void look_at_speeds(const HybridRound& round);
+  void move_caches(const HybridRound& prepared, const Round& round, SessionPlace& place);
   void write_numbers(const Round& round);
   bool run_whole(HybridRound& prepared, const Round& round);
   bool run_segments(HybridRound& prepared, const Round& round);
@@ -70,6 +71,7 @@ class HybridExecutor {
   Pool& pool_;
   const size_t most_prepared_;
   const int64_t clock_offset_ns_;
+  const uint64_t copy_begin_bytes_;
   TransferPolicy policy_;
   RoundMaker maker_;
   std::vector<std::unique_ptr<HybridRound>> prepared_;

@@ -72,6 +72,9 @@ struct CpuSet {
 };
 CpuSet usable_cpus();
 
+// Bytes that this process can still take without making the machine swap, within its control groups.
+uint64_t available_memory();
+
 // For a thread of our own: names it, leaves signals to other threads, and keeps it on some CPUs
 // unless `cpus` is empty.
 void set_up_thread(const char* name, const std::vector<int>& cpus);

@@ -99,11 +99,12 @@ double group_limit(const std::string& folder) {
   return quota > 0 && period > 0 ? quota / period : 0;
 }
 
-// The least limit of this process's control groups and those above them.
-int control_group_limit(int num_cpus) {
-  double least = num_cpus;
+// Calls use(folder) for the control groups of this process, and those above them, that have a
+// controller.
+template <class Use>
+void for_control_groups(const std::string& controller, Use&& use) {
   FILE* file = fopen("/proc/self/cgroup", "re");
-  if (file == nullptr) return num_cpus;
+  if (file == nullptr) return;
   char line[4096];
   while (fgets(line, sizeof line, file) != nullptr) {
     std::string text(line);
@@ -113,19 +114,55 @@ int control_group_limit(int num_cpus) {
     const std::string controllers = "," + text.substr(first + 1, second - first - 1) + ",";
     std::string root = "/sys/fs/cgroup";
     if (controllers != ",,") {
-      if (controllers.find(",cpu,") == std::string::npos) continue;
-      root += "/cpu";
+      if (controllers.find("," + controller + ",") == std::string::npos) continue;
+      root += "/" + controller;
     }
     std::string path = text.substr(second + 1);
     for (;;) {
-      const double limit = group_limit(root + path);
-      if (limit > 0) least = std::min(least, limit);
+      use(root + path);
       if (path.empty() || path == "/") break;
       path.resize(path.rfind('/'));
     }
   }
   fclose(file);
+}
+
+// The least limit of this process's control groups and those above them.
+int control_group_limit(int num_cpus) {
+  double least = num_cpus;
+  for_control_groups("cpu", [&](const std::string& folder) {
+    const double limit = group_limit(folder);
+    if (limit > 0) least = std::min(least, limit);
+  });
   return std::max(1, static_cast<int>(least));
+}
+
+// The number after a word in a file of lines "word number"; 0: there is none.
+uint64_t number_after(const std::string& word, const std::string& path) {
+  FILE* file = fopen(path.c_str(), "re");
+  if (file == nullptr) return 0;
+  unsigned long long found = 0;
+  char line[256], first[128];
+  while (found == 0 && fgets(line, sizeof line, file) != nullptr) {
+    unsigned long long number = 0;
+    if (sscanf(line, "%127s %llu", first, &number) == 2 && word == first) found = number;
+  }
+  fclose(file);
+  return found;
+}
+
+// What one control group folder leaves, counting files that need not stay in memory; no limit: all.
+uint64_t group_memory_left(const std::string& folder) {
+  const auto left = [&](const char* limit, const char* used, const char* inactive) {
+    const uint64_t most = strtoull(read_line(folder + limit).c_str(), nullptr, 10);
+    if (most == 0) return ~0ull;  // "max", or another version of control groups
+    const uint64_t taken = strtoull(read_line(folder + used).c_str(), nullptr, 10);
+    const uint64_t files = number_after(inactive, folder + "/memory.stat");
+    const uint64_t needed = taken - std::min(taken, files);
+    return static_cast<unsigned long long>(most - std::min(most, needed));
+  };
+  return std::min(left("/memory.max", "/memory.current", "inactive_file"),
+                  left("/memory.limit_in_bytes", "/memory.usage_in_bytes", "total_inactive_file"));
 }
 
 }  // namespace
@@ -256,6 +293,16 @@ CpuSet usable_cpus() {
   const int num_cores = count_cores(cpus);
   const int limit = control_group_limit(static_cast<int>(cpus.size()));
   return {std::move(cpus), num_cores, is_subset, limit};
+}
+
+uint64_t available_memory() {
+  constexpr uint64_t kKib = 1024;
+  const uint64_t of_machine = number_after("MemAvailable:", "/proc/meminfo") * kKib;
+  uint64_t least = of_machine > 0 ? of_machine : ~0ull;
+  for_control_groups("memory", [&](const std::string& folder) {
+    least = std::min(least, group_memory_left(folder));
+  });
+  return least;
 }
 
 void set_up_thread(const char* name, const std::vector<int>& cpus) {

@@ -26,7 +26,7 @@ std::vector<atsc_event> events_of(const std::vector<Executor::StepTime>& steps) 
 Recorder::Recorder(const Plan& plan, Executor& executor, HybridExecutor* hybrid)
     : plan_(plan), executor_(executor), hybrid_(hybrid) {}
 
-bool Recorder::run(const Round& round, const SessionPlace* place) {
+bool Recorder::run(const Round& round, SessionPlace* place) {
   if (is_first_taken_) rounds_.pop_front();
   is_first_taken_ = false;
   std::vector<Executor::StepTime> steps;

@@ -21,7 +21,7 @@ class Recorder {
   Recorder(const Plan& plan, Executor& executor, HybridExecutor* hybrid);
 
   // Runs a round and keeps its record. False: cancelled, and nothing is kept. Raises as they do.
-  bool run(const Round& round, const SessionPlace* place);
+  bool run(const Round& round, SessionPlace* place);
 
   // The oldest round that was not taken yet, without struct_size; num_tokens 0: there is none. Its
   // events live until the next call of any function.

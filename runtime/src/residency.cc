@@ -134,6 +134,10 @@ Residency::Residency(const Plan& plan, Device& device, const Placement& placemen
       device_(device),
       share_(plan, device, placement),
       weights_(host.weights),
+      reserve_bytes_(host.reserve_bytes),
+      weights_path_(weights_path),
+      weights_file_(open_weights(plan, weights_path)),
+      is_on_host_(share_.unit_on_host),
       units_(device.allocate(share_.weights_bytes, "weights")),
       caches_(device.allocate(share_.session_bytes * static_cast<uint64_t>(sessions), "KV caches")),
       arena_(device.allocate(plan.arena_bytes, "activations")),
@@ -148,7 +152,7 @@ Residency::Residency(const Plan& plan, Device& device, const Placement& placemen
   if (scratch_.bytes() > 0) device.fill(scratch_.address(), 0, scratch_.bytes());
   make_places(sessions);
   pin_arena(host.arena);
-  read_units(weights_path, pool);
+  read_units(pool);
   pin_units();
 }
 
@@ -165,15 +169,14 @@ void Residency::pin_arena(std::byte* arena) {
   }
 }
 
-void Residency::read_units(const std::string& path, Pool& pool) {
-  const platform::File file = open_weights(plan_, path);
+void Residency::read_units(Pool& pool) {
   std::atomic<int> next{0};
   std::mutex mutex;
   std::exception_ptr failure;
   pool.run([&](int) {
     for (int unit = next.fetch_add(1); unit < plan_.num_units; unit = next.fetch_add(1)) {
       try {
-        read_unit(unit, file, path);
+        read_unit(unit);
       } catch (...) {
         const std::lock_guard lock(mutex);
         failure = std::current_exception();
@@ -184,18 +187,59 @@ void Residency::read_units(const std::string& path, Pool& pool) {
   if (failure) std::rethrow_exception(failure);
 }
 
-void Residency::read_unit(int unit, const platform::File& file, const std::string& path) {
+void Residency::read_unit(int unit) {
   const UnitEntry& entry = plan_.units[unit];
   if (share_.unit_on_host[unit]) {
     std::byte* target = weights_ + entry.offset;
-    read_checked(entry, file, path, [&](uint64_t at) { return target + at; }, [](auto...) {});
+    read_checked(entry, weights_file_, weights_path_, [&](uint64_t at) { return target + at; },
+                 [](auto...) {});
     if (share_.unit_on_device[unit]) device_.upload(this->unit(unit), target, entry.bytes);
   } else if (share_.unit_on_device[unit]) {
     std::vector<std::byte> piece(std::min(entry.bytes, kReadBytes));
-    read_checked(entry, file, path, [&](uint64_t) { return piece.data(); },
+    read_checked(entry, weights_file_, weights_path_, [&](uint64_t) { return piece.data(); },
                  [&](uint64_t at, uint64_t bytes) {
                    device_.upload(this->unit(unit) + at, piece.data(), bytes);
                  });
+  }
+}
+
+// Units with weights that nodes of `units` read and that are not on the host; ascending.
+std::vector<int> Residency::missing_units(std::span<const int> units) const {
+  std::vector<bool> computes(static_cast<size_t>(plan_.num_units));
+  for (const int unit : units) computes[static_cast<size_t>(unit)] = true;
+  std::vector<int> missing;
+  for (int node = 0; node < plan_.num_nodes; ++node) {
+    if (!computes[static_cast<size_t>(plan_.nodes[node].unit)]) continue;
+    for (const Operand& in : plan_.nodes[node].in) {
+      if (in.kind != OperandKind::kWeight) continue;
+      const int unit = share_.unit_at(in.index);
+      if (!is_on_host_[static_cast<size_t>(unit)]) missing.push_back(unit);
+    }
+  }
+  std::ranges::sort(missing);
+  missing.erase(std::ranges::unique(missing).begin(), missing.end());
+  return missing;
+}
+
+uint64_t Residency::missing_on_host(std::span<const int> units) const {
+  uint64_t bytes = 0;
+  for (const int unit : missing_units(units)) bytes += plan_.units[unit].bytes;
+  return bytes;
+}
+
+void Residency::hold_on_host(std::span<const int> units) {
+  const std::vector<int> missing = missing_units(units);
+  if (missing.empty()) return;
+  const uint64_t bytes = missing_on_host(units), available = platform::available_memory();
+  if (available < reserve_bytes_ || available - reserve_bytes_ < bytes) {
+    fail(ATSC_DEVICE_ERROR, "%.1f MiB of memory are left, too little for another %.1f MiB of weights",
+         static_cast<double>(available) / (1 << 20), static_cast<double>(bytes) / (1 << 20));
+  }
+  for (const int unit : missing) {
+    std::byte* const target = weights_ + plan_.units[unit].offset;
+    read_checked(plan_.units[unit], weights_file_, weights_path_,
+                 [&](uint64_t at) { return target + at; }, [](auto...) {});
+    is_on_host_[static_cast<size_t>(unit)] = 1;
   }
 }
 

@@ -4,16 +4,19 @@
 //               there, for every session | an arena with the host's offsets, logits, numbers of the
 //               round, kernels' scratch | slots for promoted units
 //     host      weights.bin at its own offsets, but only the units that the host reads are in memory
-//               (the rest costs nothing), pinned in pieces so that they can be promoted
+//               (the rest costs nothing), pinned in pieces so that they can be promoted; what retreats
+//               from the device is read when it first does
 //
 // A node runs on the device if its unit lives there, its kernels exist there and all its weights are
-// there; attention also needs its cache there, which is decided once for all rounds.
+// there; attention also needs its cache there. Which caches have a place there is decided once; while
+// attention retreats to the host, the session's own memory holds the cache.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -74,7 +77,9 @@ uint64_t device_bytes(const Plan& plan, Device& device, const Placement& placeme
 // The part of device and pinned memory that belongs to one session at a time.
 struct SessionPlace {
   struct Cache {
-    DeviceAddress k = 0, v = 0;  // 0: on the host
+    DeviceAddress k = 0, v = 0;  // 0: it has no place on the device
+    // Its tokens are on the host at present. Only the session's own rounds change it, between two.
+    bool has_retreated = false;
   };
   int index = 0;
   Device* device = nullptr;
@@ -88,6 +93,7 @@ class Residency {
   struct HostMemory {
     std::byte* weights;  // anonymous memory for all of weights.bin
     std::byte* arena;    // page-aligned
+    uint64_t reserve_bytes = 256 << 20;  // of memory that are left when units retreat
   };
 
   // Takes the memory, reads, checks and uploads weights.bin, and pins the host's arena and what can
@@ -111,6 +117,13 @@ class Residency {
   DeviceAddress logits() const { return logits_.address(); }
   DeviceAddress scratch(KernelHandle kernel, int64_t kv_capacity) const;  // 0: none
 
+  // Reads the weights of device-resident units into the host's part, where they stay, so that the
+  // host can compute these units. One thread at a time, beside rounds that do not compute them.
+  // Raises Failure: not enough memory, a damaged file.
+  void hold_on_host(std::span<const int> units);
+  // Bytes that it would read.
+  uint64_t missing_on_host(std::span<const int> units) const;
+
   // The host's arena as the device sees it: calls use(address, offset, bytes), mostly once.
   template <class Use>
   void host_arena(uint64_t offset, uint64_t bytes, Use&& use) const {
@@ -131,8 +144,9 @@ class Residency {
   void give_back(SessionPlace* place);
 
  private:
-  void read_units(const std::string& path, Pool& pool);
-  void read_unit(int unit, const platform::File& file, const std::string& path);
+  void read_units(Pool& pool);
+  void read_unit(int unit);
+  std::vector<int> missing_units(std::span<const int> units) const;
   void pin_arena(std::byte* arena);
   void pin_units();
   void make_places(int sessions);
@@ -141,6 +155,10 @@ class Residency {
   Device& device_;
   const DeviceShare share_;
   std::byte* weights_;
+  const uint64_t reserve_bytes_;
+  const std::string weights_path_;
+  const platform::File weights_file_;  // open, for the folder may be exchanged for another plan's
+  std::vector<uint8_t> is_on_host_;    // a unit: its weights are in the host's part
   std::vector<HostRange> pinned_;
   std::string notice_;
   DeviceRange units_, caches_, arena_, round_, logits_, scratch_, slots_;

@@ -18,9 +18,11 @@ class Builder {
         num_rows_{num_tokens, num_logit_rows},
         slot_of_unit_(static_cast<size_t>(plan.num_units), kNoSlot),
         last_node_of_unit_(static_cast<size_t>(plan.num_units), -1),
+        retreats_(static_cast<size_t>(plan.num_units)),
         copied_(static_cast<size_t>(plan.num_units), kNoPoint),
         slots_(static_cast<size_t>(residency.num_slots())) {
-    for (const Promotion& promotion : choice) {
+    for (const int unit : choice.retreats) retreats_[unit] = true;
+    for (const Promotion& promotion : choice.promotions) {
       if (promotion.slot >= residency.num_slots() ||
           (promotion.slot >= 0 && plan.units[promotion.unit].bytes > residency.slot_bytes())) {
         fail(ATSC_INTERNAL_ERROR, "unit %s was promoted to slot %d, which it does not fit",
@@ -29,7 +31,7 @@ class Builder {
       slot_of_unit_[promotion.unit] = promotion.slot;
     }
     assign_nodes();
-    for (const Promotion& promotion : choice) {
+    for (const Promotion& promotion : choice.promotions) {
       const bool is_used = last_node_of_unit_[promotion.unit] >= 0;
       if (is_used && promotion.slot >= 0) waiting_.push_back(promotion);
     }
@@ -59,6 +61,7 @@ class Builder {
   int64_t rows_of(const NodeEntry& node) const { return num_rows_[static_cast<int>(node.rows)]; }
 
   void assign_nodes() {
+    made_.caches_on_host.resize(static_cast<size_t>(plan_.num_caches));
     for (int node = 0; node < plan_.num_nodes; ++node) {
       const NodeEntry& entry = plan_.nodes[node];
       if (rows_of(entry) == 0) {
@@ -67,8 +70,10 @@ class Builder {
       }
       const bool promoted = can_be_promoted(node);
       if (promoted) last_node_of_unit_[entry.unit] = node;
-      const bool here = promoted || share_.node_on_device[node];
+      const bool retreats = share_.node_on_device[node] && retreats_[entry.unit];
+      const bool here = promoted || (share_.node_on_device[node] && !retreats);
       runners_.push_back(here ? Runner::kDevice : Runner::kHost);
+      if (entry.layer >= 0 && retreats) made_.caches_on_host[entry.layer] = true;
     }
   }
 
@@ -272,9 +277,10 @@ class Builder {
   const int64_t num_rows_[2];  // by RowsOf
   std::vector<Runner> runners_;
   std::vector<int> slot_of_unit_, last_node_of_unit_;
+  std::vector<bool> retreats_;  // a unit
   std::vector<CommandList::Point> copied_;
   std::vector<Slot> slots_;
-  Choice waiting_;  // for their copies
+  Promotions waiting_;  // for their copies
   size_t next_copy_ = 0;
   int waited_unit_ = -1;
   int next_stamp_ = 0;
@@ -301,7 +307,8 @@ Choice streaming_choice(const Plan& plan, const Residency& residency, bool many_
     if (entry.kind != UnitKind::kWeights || residency.share().unit_on_device[unit]) continue;
     if (entry.bytes > residency.slot_bytes() || residency.num_slots() == 0) continue;
     if (is_for_logits[unit] && !many_logit_rows) continue;
-    choice.push_back({.unit = unit, .slot = entry.bytes > 0 ? next % residency.num_slots() : -1});
+    const int slot = entry.bytes > 0 ? next % residency.num_slots() : -1;
+    choice.promotions.push_back({.unit = unit, .slot = slot});
     if (entry.bytes > 0) ++next;
   }
   return choice;

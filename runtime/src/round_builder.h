@@ -1,4 +1,5 @@
-// The device's part of a round as a list of commands, from a placement and a choice of promotions.
+// The device's part of a round as a list of commands, from a placement and a choice of what runs on
+// the other side than where it lives.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +21,14 @@ struct Promotion {
 
 // Ascending units. Copies run one after the other; one begins when the unit before it in its slot
 // was used.
-using Choice = std::vector<Promotion>;
+using Promotions = std::vector<Promotion>;
+
+struct Choice {
+  Promotions promotions;
+  // Device-resident units that the host computes in this round; ascending. Their weights must be on
+  // the host too (Residency::hold_on_host).
+  std::vector<int> retreats;
+};
 
 inline constexpr int kFlagFromHost = 0;    // value: segments that are over
 inline constexpr int kFlagFromDevice = 1;  // value: runs that are over
@@ -38,6 +46,8 @@ struct BuiltRound {
   // Stamps of each run: before its first pull (kNoStamp: it has none) and when it is over.
   std::vector<int> begin_stamps, end_stamps;
   std::vector<PromotionStamps> promotion_stamps;  // in the order of the copies
+  // Of each cache that has a place on the device: whether this round's attention runs on the host.
+  std::vector<bool> caches_on_host;
 };
 
 // `place` has the session's caches and logits.

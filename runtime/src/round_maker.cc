@@ -7,9 +7,9 @@
 
 namespace atsc {
 
-RoundMaker::RoundMaker(const Plan& plan, const Residency& residency, Executor& executor,
-                       const TransferPolicy& policy)
-    : plan_(plan), residency_(residency), executor_(executor), policy_(policy) {}
+RoundMaker::RoundMaker(const Plan& plan, Residency& residency, Executor& executor,
+                       const TransferPolicy& policy, Waits waits)
+    : plan_(plan), residency_(residency), executor_(executor), policy_(policy), waits_(waits) {}
 
 RoundMaker::~RoundMaker() {
   {
@@ -21,17 +21,17 @@ RoundMaker::~RoundMaker() {
 }
 
 std::unique_ptr<HybridRound> RoundMaker::make(const SessionPlace& place, const RoundShape& shape,
-                                              const Choice& choice, Waits waits, int version,
+                                              const Choice& choice, int version,
                                               BuildMode mode) {
   auto made = std::make_unique<HybridRound>();
   made->place = &place;
   made->shape = shape;
   made->version = version;
-  made->waits = waits;
+  made->waits = waits_;
   made->built = build_round(plan_, residency_, place, shape.num_tokens, shape.num_logit_rows, choice);
   made->program = executor_.compile(shape.num_tokens, shape.num_logit_rows, made->built.splits);
   if (!made->built.splits.runs.empty()) {
-    made->built.commands.set_waits(waits);
+    made->built.commands.set_waits(waits_);
     made->executable = residency_.device().build(made->built.commands, mode);
   }
   return made;
@@ -121,7 +121,9 @@ RoundMaker::Result RoundMaker::fulfil(Order order) {
     }
     const auto mode = order.shape.num_tokens <= kFewRows ? BuildMode::kGraph : BuildMode::kLaunches;
     if (choice != nullptr) {
-      result.round = make(*order.place, order.shape, *choice, order.waits, order.version, mode);
+      result.host_bytes = residency_.missing_on_host(choice->retreats);
+      residency_.hold_on_host(choice->retreats);
+      result.round = make(*order.place, order.shape, *choice, order.version, mode);
     }
   } catch (const std::exception&) {
     result.has_failed = true;

@@ -1,6 +1,6 @@
-// Makes rounds ready on a thread of its own, while others run: chooses promotions anew, builds the
-// device's list and the host's program, and frees what is no longer used. The rounds' thread hands
-// in work and takes results between two rounds, and never waits.
+// Makes rounds ready on a thread of its own, while others run: chooses promotions anew, reads the
+// weights of units that retreat, builds the device's list and the host's program, and frees what is no
+// longer used. The rounds' thread hands in work and takes results between two rounds, and never waits.
 #pragma once
 
 #include <condition_variable>
@@ -18,14 +18,15 @@ namespace atsc {
 
 class RoundMaker {
  public:
-  RoundMaker(const Plan& plan, const Residency& residency, Executor& executor,
-             const TransferPolicy& policy);
+  // `waits`: of all rounds.
+  RoundMaker(const Plan& plan, Residency& residency, Executor& executor,
+             const TransferPolicy& policy, Waits waits);
   ~RoundMaker();  // waits for what it is doing
   RoundMaker(const RoundMaker&) = delete;
 
   // A round as it should be now. Any thread. Raises Failure: no memory on the device.
   std::unique_ptr<HybridRound> make(const SessionPlace& place, const RoundShape& shape,
-                                    const Choice& choice, Waits waits, int version, BuildMode mode);
+                                    const Choice& choice, int version, BuildMode mode);
 
   struct Order {
     const SessionPlace* place;
@@ -33,7 +34,6 @@ class RoundMaker {
     // Decide this first, and build only what is worthwhile; none: build `choice`.
     std::optional<TransferPolicy::Question> question;
     Choice choice;
-    Waits waits;
     int version;
     uint64_t number = 0;
   };
@@ -43,6 +43,7 @@ class RoundMaker {
     std::unique_ptr<HybridRound> round;  // null: not worthwhile, or it failed
     bool has_failed = false;
     int64_t taken_ns = 0;
+    uint64_t host_bytes = 0;  // of memory that weights of retreating units took
   };
 
   // One at a time: false while another one is under way or waits to be taken.
@@ -61,9 +62,10 @@ class RoundMaker {
   Result fulfil(Order order);
 
   const Plan& plan_;
-  const Residency& residency_;
+  Residency& residency_;
   Executor& executor_;
   const TransferPolicy& policy_;
+  const Waits waits_;
   TransferScheduler scheduler_;  // of the thread
 
   std::mutex mutex_;  // guards the rest

@@ -54,7 +54,7 @@ Session::Session(const Plan& plan, const SessionPlace* place) : plan_(plan), pla
   std::byte* at = memory_.data();
   for (int cache = 0; cache < plan.num_caches; ++cache) {
     const size_t bytes = round_to_page(cache_bytes(cache));
-    caches_.push_back(is_on_device(cache) ? CacheView{} : CacheView{at, at + bytes});
+    caches_.push_back({at, at + bytes});
     at += 2 * bytes;
   }
 }
@@ -82,9 +82,9 @@ void Session::run(const std::function<bool(const Round&)>& execute, const int32_
     cancelled = false;
     fail(ATSC_CANCELLED, "cancelled");
   }
+  const Round round{tokens,  num_tokens,     position_,  logit_rows, num_logit_rows,
+                    logits_, caches_.data(), &cancelled, written_};
   written_ = std::max(written_, position_ + num_tokens);
-  const Round round{tokens,         num_tokens, position_,      logit_rows,
-                    num_logit_rows, logits_,    caches_.data(), &cancelled};
   if (!execute(round)) {
     cancelled = false;
     fail(ATSC_CANCELLED, "cancelled at token %lld", static_cast<long long>(position_));

@@ -65,13 +65,16 @@ class Session {
   Header header() const;
   std::vector<Range> ranges(const Header& header) const;
 
-  bool is_on_device(int cache) const { return place_ != nullptr && place_->caches[cache].k != 0; }
+  bool is_on_device(int cache) const {
+    if (place_ == nullptr) return false;
+    return place_->caches[cache].k != 0 && !place_->caches[cache].has_retreated;
+  }
 
   const Plan& plan_;
   const SessionPlace* place_;
   platform::Mapping memory_, logits_memory_;
   float* logits_;
-  std::vector<CacheView> caches_;  // null: on the device
+  std::vector<CacheView> caches_;  // out of use while on the device
   int64_t position_ = 0;
   int64_t written_ = 0;  // tokens below this may have been written, also by a cancelled round
   int64_t num_logit_rows_ = 0;

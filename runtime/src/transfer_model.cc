@@ -6,6 +6,8 @@
 namespace atsc {
 namespace {
 
+constexpr size_t kMostRetreats = 8;  // sets to try; each takes up to a millisecond to schedule
+
 bool reads_own_weights(const DeviceShare& share, const NodeEntry& node) {
   return std::ranges::any_of(node.in, [&](const Operand& in) {
     return in.kind == OperandKind::kWeight && share.unit_at(in.index) == node.unit;
@@ -122,14 +124,22 @@ double TransferModel::cpu_share() const {
   return share > 0 && share <= 1 ? share : 1;
 }
 
-std::vector<TransferUnit> TransferModel::units_of(const RoundShape& shape,
-                                                  const Speeds& speeds) const {
+// In order of execution.
+std::vector<int> TransferModel::running(const RoundShape& shape) const {
+  std::vector<int> found;
+  for (const int unit : order_) {
+    if (runs(unit, shape)) found.push_back(unit);
+  }
+  return found;
+}
+
+std::vector<TransferUnit> TransferModel::units_of(const RoundShape& shape, const Speeds& speeds,
+                                                  std::span<const int> retreats) const {
   std::vector<TransferUnit> made;
   made.reserve(order_.size());
   const double link_ns = plan_.device.link_bytes_per_s > 0 ? 1e9 / plan_.device.link_bytes_per_s : 0;
   const auto hand_off_ns = static_cast<double>(plan_.device.hand_off_ns);
-  for (const int index : order_) {
-    if (!runs(index, shape)) continue;
+  for (const int index : running(shape)) {
     const Unit& unit = units_[static_cast<size_t>(index)];
     const Times now = times(index, shape);
     const int64_t rows = unit.rows == RowsOf::kTokens ? shape.num_tokens : shape.num_logit_rows;
@@ -142,7 +152,7 @@ std::vector<TransferUnit> TransferModel::units_of(const RoundShape& shape,
         .to_device_ns = crossing_ns,
         .to_host_ns = crossing_ns,
         .bytes = plan_.units[index].bytes,
-        .on_device = unit.on_device,
+        .on_device = unit.on_device && !std::ranges::binary_search(retreats, index),
         .can_be_promoted = unit.can_be_promoted,
     });
   }
@@ -156,27 +166,68 @@ TransferMachine TransferModel::machine(const Speeds& speeds) const {
           .cpu_share = cpu_share()};
 }
 
-TransferSchedule TransferModel::schedule(TransferScheduler& scheduler, const RoundShape& shape,
-                                         const Speeds& speeds) const {
-  const std::vector<TransferUnit> units = units_of(shape, speeds);
-  TransferSchedule found = scheduler.schedule(units, machine(speeds));
-  std::vector<int> running;
-  for (const int unit : order_) {
-    if (runs(unit, shape)) running.push_back(unit);
+// Without promotions, a stretch that stays on the device costs the same whatever the others do: its
+// time there and two hand-offs, or one if nothing follows; the last set is the best then. With
+// promotions a smaller one may be.
+std::vector<std::vector<int>> TransferModel::retreats(const RoundShape& shape,
+                                                      const Speeds& speeds) const {
+  struct Stretch {
+    double share;  // of its time on the device that it takes on the host
+    std::ptrdiff_t first, end;
+  };
+  const std::vector<TransferUnit> units = units_of(shape, speeds, {});
+  std::vector<Stretch> stretches;
+  for (size_t first = 1; first < units.size(); ++first) {
+    if (!units[first].on_device || units[first - 1].on_device) continue;
+    size_t end = first;
+    int64_t gpu_ns = units[first].to_device_ns, cpu_ns = 0;
+    for (; end < units.size() && units[end].on_device; ++end) {
+      gpu_ns += units[end].gpu_ns;
+      cpu_ns += units[end].cpu_ns;
+    }
+    if (end < units.size()) gpu_ns += units[end].to_host_ns;
+    const double share = static_cast<double>(cpu_ns) /
+                         static_cast<double>(std::max<int64_t>(gpu_ns, 1));
+    if (share < 1) {
+      stretches.push_back({share, static_cast<std::ptrdiff_t>(first),
+                           static_cast<std::ptrdiff_t>(end)});
+    }
+    first = end;
   }
-  for (Promotion& promotion : found.choice) {
-    promotion.unit = running[static_cast<size_t>(promotion.unit)];
+  std::ranges::stable_sort(stretches, {}, &Stretch::share);
+  const std::vector<int> indices = running(shape);
+  const size_t num_sets = std::min(stretches.size(), kMostRetreats);
+  std::vector<std::vector<int>> sets;
+  for (size_t number = 1; number <= num_sets; ++number) {
+    std::vector<int>& made = sets.emplace_back();
+    for (size_t taken = 0; taken < stretches.size() * number / num_sets; ++taken) {
+      made.insert(made.end(), indices.begin() + stretches[taken].first,
+                  indices.begin() + stretches[taken].end);
+    }
+    std::ranges::sort(made);
+  }
+  return sets;
+}
+
+TransferSchedule TransferModel::schedule(TransferScheduler& scheduler, const RoundShape& shape,
+                                         const Speeds& speeds,
+                                         std::span<const int> retreats) const {
+  const std::vector<TransferUnit> units = units_of(shape, speeds, retreats);
+  TransferSchedule found = scheduler.schedule(units, machine(speeds));
+  const std::vector<int> indices = running(shape);
+  for (Promotion& promotion : found.promotions) {
+    promotion.unit = indices[static_cast<size_t>(promotion.unit)];
   }
   return found;
 }
 
 int64_t TransferModel::predict(TransferScheduler& scheduler, const RoundShape& shape,
                                const Speeds& speeds, const Choice& choice) const {
-  const std::vector<TransferUnit> units = units_of(shape, speeds);
+  const std::vector<TransferUnit> units = units_of(shape, speeds, choice.retreats);
+  const Promotions& promotions = choice.promotions;
   std::vector<uint8_t> promoted;
-  for (const int unit : order_) {
-    if (!runs(unit, shape)) continue;
-    promoted.push_back(std::ranges::find(choice, unit, &Promotion::unit) != choice.end());
+  for (const int unit : running(shape)) {
+    promoted.push_back(std::ranges::find(promotions, unit, &Promotion::unit) != promotions.end());
   }
   return scheduler.predict(units, machine(speeds), promoted);
 }

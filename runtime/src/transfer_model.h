@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "hybrid_round.h"
@@ -41,9 +42,14 @@ class TransferModel {
   // The unit whose time a node's stands for; -1: next to nothing.
   int unit_timed_at(int node) const { return unit_timed_at_[static_cast<size_t>(node)]; }
 
+  // Sets of device-resident units, each ascending, of stretches between two of the host's units or
+  // after the last one, which the host computes sooner than activations cross to the device and back:
+  // the stretch that gains most, with more and more others, at last all of them.
+  std::vector<std::vector<int>> retreats(const RoundShape& shape, const Speeds& speeds) const;
+
   // Slots in turn, in the plan's units.
   TransferSchedule schedule(TransferScheduler& scheduler, const RoundShape& shape,
-                            const Speeds& speeds) const;
+                            const Speeds& speeds, std::span<const int> retreats = {}) const;
   // The time of a round with a choice.
   int64_t predict(TransferScheduler& scheduler, const RoundShape& shape, const Speeds& speeds,
                   const Choice& choice) const;
@@ -58,7 +64,9 @@ class TransferModel {
 
   void describe(int unit);
   void pin_interleaved();
-  std::vector<TransferUnit> units_of(const RoundShape& shape, const Speeds& speeds) const;
+  std::vector<int> running(const RoundShape& shape) const;
+  std::vector<TransferUnit> units_of(const RoundShape& shape, const Speeds& speeds,
+                                     std::span<const int> retreats) const;
   TransferMachine machine(const Speeds& speeds) const;
   bool runs(int unit, const RoundShape& shape) const;
 

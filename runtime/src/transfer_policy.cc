@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <string>
 #include <utility>
 
 #include "kernel.h"
@@ -17,6 +18,13 @@ constexpr int kFirstSteps = 10;
 constexpr int kRoundsToWait = 8;  // a drift takes four to follow
 // 50 us and more: no clock is so wrong, and another program's time slice takes longer.
 constexpr double kLateWake = 10;
+constexpr double kOtherWake = 2;  // by time slices it varies much
+
+bool is_late(const Drifts& now) { return now.wake > kLateWake; }
+
+bool is_other_wake(double one, double other) {
+  return std::max(one / other, other / one) > kOtherWake;
+}
 
 // "CPU 38 % slower", "link 2.4 times as fast"
 std::string change_text(const char* what, double assumed, double now) {
@@ -59,16 +67,12 @@ Choice TransferPolicy::plain_choice(const RoundShape& shape) const {
   return streaming_choice(plan_, residency_, shape.num_logit_rows >= stream_from);
 }
 
-Waits TransferPolicy::first_waits() const {
-  return options_.waits == WaitMode::kHold ? Waits::kHold : Waits::kYield;
-}
-
-// Long rounds leave the device no time to yield. What was found not to help is not asked again before
-// waking takes another time.
-Waits TransferPolicy::waits_for(const Adopted& adopted, const Drifts& now) const {
-  if (options_.waits != WaitMode::kLoadAware || class_of(adopted.shape) != 0) return adopted.waits;
-  if (now.wake <= kLateWake) return Waits::kYield;
-  return is_off(adopted.assumed.wake, now.wake) ? Waits::kHold : adopted.waits;
+// Long rounds have next to no hand-offs. What a trial has refused is tried again when the device comes
+// back sooner or later than then by far.
+bool TransferPolicy::may_begin_retreat(const Adopted& adopted, const Drifts& now) const {
+  if (options_.waits != WaitMode::kLoadAware || class_of(adopted.shape) != 0) return false;
+  if (!is_late(now)) return false;
+  return adopted.refused_wake == 0 || is_other_wake(adopted.refused_wake, now.wake);
 }
 
 const TransferPolicy::Adopted& TransferPolicy::choice_of(const RoundShape& shape) {
@@ -85,20 +89,20 @@ TransferPolicy::Adopted& TransferPolicy::find_or_choose(const RoundShape& shape)
   if (adopted_.size() >= kMostAdopted) {
     adopted_.erase(std::ranges::min_element(adopted_, {}, &Adopted::last_used));
   }
-  Adopted made{.shape = shape, .choice = plain_choice(shape), .waits = first_waits(),
-               .version = num_versions_++, .last_used = num_uses_};
+  Adopted made{.shape = shape, .choice = plain_choice(shape), .version = num_versions_++,
+               .last_used = num_uses_};
   if (chooses_) {
     const LoadMonitor& monitor = monitors_[static_cast<size_t>(class_of(shape))];
     made.assumed = monitor.drifts();
-    const Question question{shape, made.version, made.choice, made.waits, made.waits,
-                            monitor.speeds(), made.assumed, "the plan's own times"};
+    const Question question{shape,       made.version, made.choice, false, monitor.speeds(),
+                            made.assumed, "the plan's own times"};
     const int64_t begin_ns = platform::now_ns();
     Answer answer = decide(question, scheduler_);
     const int64_t taken_ns = platform::now_ns() - begin_ns;
     bool& is_logged = is_first_logged_[class_of(shape) == 0 ? 0 : 1];
     if (answer.is_worthwhile) made.choice = answer.choice;
     if (answer.is_worthwhile && !is_logged) {
-      log(question, answer, {.adoption_ns = taken_ns});
+      log(shape, question.reason, answer, {.adoption_ns = taken_ns});
       is_logged = true;
     }
   }
@@ -120,22 +124,27 @@ void TransferPolicy::observe(const HybridRound& round, const RoundRecord& record
   if (known->trial.was_better_before()) go_back(*known);
 }
 
-// What is assumed are the speeds of the question, which were measured with the choice before.
+// What is assumed are the speeds of the question, which were measured with the choice before. A retreat
+// that is given up leaves the question open, for promotions alone.
 void TransferPolicy::go_back(Adopted& adopted) {
   Answer answer;
   answer.before_ns = adopted.trial.after_ns();
   answer.after_ns = adopted.trial.before_ns();
+  const bool had_retreated = !adopted.choice.retreats.empty();
+  const bool retreats = !adopted.before.retreats.empty();
   adopted.choice = answer.choice = std::move(adopted.before);
-  const Waits present_waits = std::exchange(adopted.waits, adopted.waits_before);
-  const bool stops_holding = present_waits == Waits::kHold && adopted.waits == Waits::kYield;
+  if (had_retreated && !retreats) {
+    adopted.refused_wake = std::exchange(adopted.assumed, adopted.assumed_before).wake;
+  } else if (retreats && !had_retreated) {
+    adopted.rounds_to_return = std::min(2 * adopted.rounds_to_return, kMostRoundsToReturn);
+  }
   adopted.version = num_versions_++;
   adopted.trial.reset();
   adopted.rounds_to_wait = kRoundsToWait;
-  adopted.rounds_to_confirm = 0;
-  log({.shape = adopted.shape, .version = adopted.version, .present = {},
-       .present_waits = present_waits, .waits = adopted.waits, .speeds = {}, .drifts = {},
-       .reason = stops_holding ? "back: measured no faster than before"
-                               : "back: measured slower than before"},
+  adopted.rounds_to_confirm = adopted.rounds_in_time = 0;
+  log(adopted.shape,
+      had_retreated && !retreats ? "back: measured no faster than before"
+                                 : "back: measured slower than before",
       answer, {});
 }
 
@@ -143,16 +152,23 @@ bool TransferPolicy::is_off(double assumed, double now) const {
   return std::max(assumed / now, now / assumed) > 1 + options_.drift_threshold;
 }
 
-std::string TransferPolicy::reason_for(const Drifts& assumed, const Drifts& now) const {
+std::string TransferPolicy::reason_for(const Adopted& adopted, const Drifts& now) const {
+  const Drifts& assumed = adopted.assumed;
   std::string reason;
-  const auto add = [&](const char* what, double before, double after) {
-    if (!is_off(before, after)) return;
+  const auto add = [&](const std::string& text) {
     if (!reason.empty()) reason += ", ";
-    reason += change_text(what, before, after);
+    reason += text;
   };
-  add("CPU", assumed.cpu, now.cpu);
-  add("GPU", assumed.gpu, now.gpu);
-  add("link", assumed.link, now.link);
+  if (is_off(assumed.cpu, now.cpu)) add(change_text("CPU", assumed.cpu, now.cpu));
+  if (is_off(assumed.gpu, now.gpu)) add(change_text("GPU", assumed.gpu, now.gpu));
+  if (is_off(assumed.link, now.link)) add(change_text("link", assumed.link, now.link));
+  if (!adopted.choice.retreats.empty()) {
+    if (adopted.rounds_in_time >= adopted.rounds_to_return) add("the GPU may be free again");
+  } else if (is_late(now) && is_other_wake(assumed.wake, now.wake)) {
+    char text[48];
+    std::snprintf(text, sizeof text, "GPU comes back %.0f times as late", now.wake);
+    add(text);
+  }
   return reason;
 }
 
@@ -162,22 +178,20 @@ std::optional<TransferPolicy::Question> TransferPolicy::due(const RoundShape& sh
   const LoadMonitor& monitor = monitors_[static_cast<size_t>(class_of(shape))];
   Adopted& adopted = find_or_choose(shape);
   if (adopted.rounds_to_confirm > 1) --adopted.rounds_to_confirm;
+  const Drifts drifts = monitor.drifts();
+  const bool has_retreated = !adopted.choice.retreats.empty();
+  adopted.rounds_in_time = has_retreated && !is_late(drifts) ? adopted.rounds_in_time + 1 : 0;
   const bool is_new = class_of(shape) == 0 && adopted.num_rounds < kFirstSteps;
   const bool must_wait = is_new || adopted.trial.is_under_way() || adopted.rounds_to_wait > 0;
   if (must_wait && !options_.choose_at_random) return std::nullopt;
   const auto least_ns = static_cast<double>(monitor.recent_round_ns()) * options_.reschedule_interval;
   const bool is_early = static_cast<double>(now_ns - adopted.asked_ns) < least_ns;
   if (is_early && !options_.choose_at_random) return std::nullopt;
-  const Drifts drifts = monitor.drifts();
-  if (drifts.wake <= kLateWake) adopted.assumed.wake = 1;
-  std::string reason = reason_for(adopted.assumed, drifts);
-  // One thing at a time, so that a trial tells of it: promotions first, for it may be a slow link that
-  // all waits for.
-  const Waits waits = reason.empty() ? waits_for(adopted, drifts) : adopted.waits;
-  if (waits != adopted.waits) {
-    reason = waits == Waits::kHold ? change_text("GPU comes back", 1, drifts.wake)
-                                   : "the GPU may be free again";
+  if (!has_retreated && !is_late(drifts)) {
+    adopted.assumed.wake = 1;
+    adopted.refused_wake = 0;
   }
+  std::string reason = reason_for(adopted, drifts);
   if (options_.choose_at_random) reason = "at random";
   if (!reason.empty()) {
     adopted.reason = reason;
@@ -188,9 +202,17 @@ std::optional<TransferPolicy::Question> TransferPolicy::due(const RoundShape& sh
   } else {
     return std::nullopt;
   }
+  const bool may_stay = has_retreated && adopted.rounds_in_time < adopted.rounds_to_return;
+  Speeds speeds = monitor.speeds();
+  if (may_stay) speeds.hand_off = std::max(speeds.hand_off, adopted.late_hand_off);
   adopted.asked_ns = now_ns;
-  return Question{shape,  num_versions_++,  adopted.choice, adopted.waits,
-                  waits,  monitor.speeds(), drifts,         std::move(reason)};
+  return Question{shape,
+                  num_versions_++,
+                  adopted.choice,
+                  may_stay || may_begin_retreat(adopted, drifts) || options_.choose_at_random,
+                  std::move(speeds),
+                  drifts,
+                  std::move(reason)};
 }
 
 TransferPolicy::Answer TransferPolicy::decide(const Question& question,
@@ -198,24 +220,28 @@ TransferPolicy::Answer TransferPolicy::decide(const Question& question,
   Answer answer;
   if (options_.choose_at_random) {
     answer.choice = options_.choose_at_random(question.shape);
+    if (!question.may_retreat) answer.choice.retreats.clear();
     answer.is_worthwhile = true;
     return answer;
   }
-  answer.before_ns = model_.predict(scheduler, question.shape, question.speeds, question.present);
-  if (question.waits != question.present_waits) {
-    // How long hand-offs will take is found out by the trial; at best, as long as planned.
-    Speeds speeds = question.speeds;
-    speeds.hand_off = 1;
-    answer.choice = question.present;
-    answer.after_ns = model_.predict(scheduler, question.shape, speeds, question.present);
-    answer.is_worthwhile = true;
-    return answer;
+  const RoundShape& shape = question.shape;
+  const Speeds& speeds = question.speeds;
+  answer.before_ns = model_.predict(scheduler, shape, speeds, question.present);
+  TransferSchedule found = model_.schedule(scheduler, shape, speeds);
+  if (question.may_retreat) {
+    for (std::vector<int>& retreats : model_.retreats(shape, speeds)) {
+      TransferSchedule other = model_.schedule(scheduler, shape, speeds, retreats);
+      if (other.round_ns >= found.round_ns) continue;
+      found = std::move(other);
+      answer.choice.retreats = std::move(retreats);
+    }
   }
-  TransferSchedule found = model_.schedule(scheduler, question.shape, question.speeds);
-  answer.choice = std::move(found.choice);
+  answer.choice.promotions = std::move(found.promotions);
   answer.after_ns = found.round_ns;
+  // Units come home whatever is predicted: the trial tells whether they should have stayed.
+  const bool returns = !question.present.retreats.empty() && !question.may_retreat;
   const auto most_ns = static_cast<double>(answer.before_ns) * (1 - kWorthwhileGain);
-  answer.is_worthwhile = static_cast<double>(answer.after_ns) < most_ns;
+  answer.is_worthwhile = returns || static_cast<double>(answer.after_ns) < most_ns;
   return answer;
 }
 
@@ -224,37 +250,50 @@ void TransferPolicy::settle(const Question& question, const Answer& answer, cons
   const auto known = std::ranges::find(adopted_, question.shape, &Adopted::shape);
   if (known == adopted_.end()) return;
   known->asked_ns = now_ns;
-  const double assumed_wake = known->assumed.wake;
-  known->assumed = question.drifts;
-  if (question.waits == question.present_waits) known->assumed.wake = assumed_wake;
+  known->assumed_before = std::exchange(known->assumed, question.drifts);
+  known->rounds_in_time = 0;
   if (!answer.is_worthwhile) return;
-  const bool starts_to_hold = question.waits == Waits::kHold && known->waits == Waits::kYield;
-  if (!options_.choose_at_random) known->trial.begin(starts_to_hold);
+  const bool begins_retreat = !answer.choice.retreats.empty() && known->choice.retreats.empty();
+  if (begins_retreat) {
+    known->rounds_to_return = kRoundsToReturn;
+    known->late_hand_off = question.drifts.hand_off;
+  }
+  if (!options_.choose_at_random) known->trial.begin(begins_retreat);
   known->before = std::exchange(known->choice, answer.choice);
-  known->waits_before = std::exchange(known->waits, question.waits);
   known->version = question.version;
-  log(question, answer, cost);
+  std::string reason = question.reason;
+  if (begins_retreat) {
+    reason += ": " + std::to_string(answer.choice.retreats.size()) + " units retreat to the CPU";
+  }
+  log(question.shape, reason, answer, cost);
 }
 
-void TransferPolicy::put_off(const Question& question, int64_t until_ns) {
+void TransferPolicy::put_off(const Question& question, const Answer& answer, int64_t until_ns) {
   const auto known = std::ranges::find(adopted_, question.shape, &Adopted::shape);
-  if (known != adopted_.end()) known->asked_ns = until_ns;
+  if (known == adopted_.end()) return;
+  if (!answer.choice.retreats.empty() && known->choice.retreats.empty()) {
+    known->refused_wake = question.drifts.wake;
+  } else {
+    known->asked_ns = until_ns;
+  }
 }
 
-void TransferPolicy::log(const Question& question, const Answer& answer, const Cost& cost) {
+void TransferPolicy::log(const RoundShape& shape, const std::string& reason, const Answer& answer,
+                         const Cost& cost) {
   atsc_change change{};
   change.when_ns = platform::now_ns();
-  change.kind = class_of(question.shape) == 0 ? ATSC_ROUND_DECODE : ATSC_ROUND_PREFILL;
-  change.num_promoted = static_cast<int32_t>(answer.choice.size());
-  for (const Promotion& promotion : answer.choice) {
+  change.kind = class_of(shape) == 0 ? ATSC_ROUND_DECODE : ATSC_ROUND_PREFILL;
+  change.num_promoted = static_cast<int32_t>(answer.choice.promotions.size());
+  for (const Promotion& promotion : answer.choice.promotions) {
     change.promoted_bytes += plan_.units[promotion.unit].bytes;
   }
   change.before_ns = answer.before_ns;
   change.after_ns = answer.after_ns;
-  change.holds_device = question.waits == Waits::kHold;
+  change.num_retreated = static_cast<int32_t>(answer.choice.retreats.size());
+  change.host_bytes = cost.host_bytes;
   change.adoption_ns = cost.adoption_ns;
   change.build_ns = cost.build_ns;
-  std::snprintf(change.reason, sizeof change.reason, "%s", question.reason.c_str());
+  std::snprintf(change.reason, sizeof change.reason, "%s", reason.c_str());
   const std::lock_guard lock(mutex_);
   if (changes_.size() == kMostChanges) changes_.pop_front();
   changes_.push_back(change);

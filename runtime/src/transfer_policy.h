@@ -10,9 +10,10 @@
 // A new choice is on trial (choice_trial.h): if rounds get slower than they were, the one before comes
 // back, and what is assumed stays, so that it is not given up again until speeds move.
 //
-// A choice also says how decode waits for the host. The device yields, until hand-offs show that another
-// program keeps it from coming back; then it is held, and set free again for a while from time to time,
-// to see whether the other one is gone.
+// Where hand-offs show that another program keeps the device from coming back, units may also retreat
+// in decode: the host computes what lies between its own units, so that fewer hand-offs are left. They
+// go on showing how late the device is; once it was in time for long enough, the units come home. Where
+// a trial fails, units do not retreat again from a device that is as late, or come home later.
 //
 //     rounds' thread    choice_of, observe, due, settle, put_off
 //     any thread        decide, take_change
@@ -38,13 +39,17 @@ namespace atsc {
 
 enum class TransferMode : uint8_t { kLoadAware, kStatic, kNone };
 
+// What decode does while it waits for the host: other programs may have the device, and where it comes
+// back late, the host takes over; or no more than that; or it keeps the device.
 enum class WaitMode : uint8_t { kLoadAware, kYield, kHold };
 
 struct TransferOptions {
   TransferMode mode = TransferMode::kLoadAware;
   double drift_threshold = 0.15;
   double reschedule_interval = 5;  // in times of a recent round
-  WaitMode waits = WaitMode::kLoadAware;  // yields always unless `mode` is load-aware too
+  WaitMode waits = WaitMode::kLoadAware;  // never retreats unless `mode` is load-aware too
+  // That take as long as beginning a copy: 0.1 ms beside another program on a link of 10 GB/s.
+  uint64_t copy_begin_bytes = 1 << 20;
   // For tests: chooses after every round instead of the scheduler. Two threads call it.
   std::function<Choice(const RoundShape&)> choose_at_random = {};
 };
@@ -56,11 +61,10 @@ class TransferPolicy {
  public:
   TransferPolicy(const Plan& plan, const Residency& residency, const TransferOptions& options);
 
-  // What rounds of a shape promote at present.
+  // What rounds of a shape do at present.
   struct Adopted {
     RoundShape shape;
     Choice choice;
-    Waits waits = Waits::kYield;
     int version = 0;             // no other choice has the same
     Drifts assumed = {};
     int64_t asked_ns = 0;        // when it was last thought over; 0: never
@@ -69,8 +73,13 @@ class TransferPolicy {
     int num_rounds = 0;          // seen
     ChoiceTrial trial = {};
     Choice before = {};          // what comes back if the trial says so
-    Waits waits_before = Waits::kYield;
+    Drifts assumed_before = {};
     int rounds_to_wait = 0;      // until speeds are those of the choice that came back
+    // The drift with which a retreat was no faster, or had no memory; 0: none was refused.
+    double refused_wake = 0;
+    double late_hand_off = 1;    // drift when the retreat began: the few that are left say little
+    int rounds_in_time = 0;      // since the device came back late, while retreated
+    int rounds_to_return = kRoundsToReturn;  // so many of those end the retreat
     uint64_t last_used = 0;
   };
   const Adopted& choice_of(const RoundShape& shape);
@@ -81,7 +90,7 @@ class TransferPolicy {
     RoundShape shape;
     int version;  // that the choice will have
     Choice present;
-    Waits present_waits, waits;  // as it is, and as it shall be
+    bool may_retreat;
     Speeds speeds;
     Drifts drifts;
     std::string reason;
@@ -98,26 +107,28 @@ class TransferPolicy {
 
   struct Cost {
     int64_t adoption_ns = 0, build_ns = 0;
+    uint64_t host_bytes = 0;
   };
   // The end of a question: its answer is what rounds do from now on, if it is worthwhile.
   void settle(const Question& question, const Answer& answer, const Cost& cost, int64_t now_ns);
-  // It could not be made; ask again later.
-  void put_off(const Question& question, int64_t until_ns);
+  // It could not be made. Ask again later; if it was a retreat, soon, and then for promotions alone.
+  void put_off(const Question& question, const Answer& answer, int64_t until_ns);
 
   // The oldest that was not taken yet, without struct_size; when_ns 0: there is none.
   atsc_change take_change();
 
  private:
   static constexpr int kNumClasses = 3;
+  static constexpr int kRoundsToReturn = 20, kMostRoundsToReturn = 1280;
   int class_of(const RoundShape& shape) const;
   Adopted& find_or_choose(const RoundShape& shape);
   Choice plain_choice(const RoundShape& shape) const;
-  Waits first_waits() const;
-  Waits waits_for(const Adopted& adopted, const Drifts& now) const;
-  std::string reason_for(const Drifts& assumed, const Drifts& now) const;
+  bool may_begin_retreat(const Adopted& adopted, const Drifts& now) const;
+  std::string reason_for(const Adopted& adopted, const Drifts& now) const;
   bool is_off(double assumed, double now) const;
   void go_back(Adopted& adopted);
-  void log(const Question& question, const Answer& answer, const Cost& cost);
+  void log(const RoundShape& shape, const std::string& reason, const Answer& answer,
+           const Cost& cost);
 
   const Plan& plan_;
   const Residency& residency_;

@@ -264,16 +264,16 @@ TransferSchedule TransferScheduler::answer() {
   if (found.round_ns == found.static_ns) return found;
   if (found.round_ns == best.now_ns) {
     for (int step = best.path; step >= 0; step = steps_[step].before) {
-      found.choice.push_back({.unit = steps_[step].unit, .slot = -1});
+      found.promotions.push_back({.unit = steps_[step].unit, .slot = -1});
     }
-    std::ranges::reverse(found.choice);
+    std::ranges::reverse(found.promotions);
   } else {
     for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit) {
-      if (promotable_[unit]) found.choice.push_back({.unit = unit, .slot = -1});
+      if (promotable_[unit]) found.promotions.push_back({.unit = unit, .slot = -1});
     }
   }
   int next = 0;
-  for (Promotion& promotion : found.choice) {
+  for (Promotion& promotion : found.promotions) {
     if (units_[promotion.unit].bytes > 0) promotion.slot = next++ % num_slots_;
   }
   return found;

@@ -50,7 +50,7 @@ struct TransferMachine {
 };
 
 struct TransferSchedule {
-  Choice choice;
+  Promotions promotions;
   int64_t round_ns = 0;   // predicted
   int64_t static_ns = 0;  // the same without promotions; never less
 };

@@ -26,7 +26,7 @@ from atsc.compiler.errors import CodegenError, DeviceError
 from atsc.runtime import loader
 from atsc.runtime.rounds import Change
 
-CHANGE = Change(1, "decode", "why", 3, 4096, 20, 10, 1, 1, False)
+CHANGE = Change(1, "decode", "why", 3, 4096, 20, 10, 1, 1, 0, 0)
 
 
 @pytest.fixture

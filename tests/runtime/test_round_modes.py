@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import get_args
@@ -51,8 +52,8 @@ def test_every_way_gives_the_bits_of_the_cpu(folder: Path, rounds: Rounds) -> No
 
 @pytest.mark.toolchain
 @pytest.mark.parametrize("waits", get_args(Waits))
-def test_a_device_that_comes_back_late_is_held(folder: Path, waits: Waits) -> None:
-    """Unless it shall yield; and a held one is not late. The logits are the same."""
+def test_units_retreat_from_a_device_that_comes_back_late(folder: Path, waits: Waits) -> None:
+    """Unless it shall just yield; and a held one is not late. The logits are the same."""
     wake_ns = 4e6
     with load(folder, device=False) as plan:
         expected, units = logits_of(plan), range(plan.num_units)
@@ -67,15 +68,17 @@ def test_a_device_that_comes_back_late_is_held(folder: Path, waits: Waits) -> No
                 begin_ns = time.perf_counter_ns()
                 session.decode(5)
                 taken_ns.append(time.perf_counter_ns() - begin_ns)
-            plan.script_device("wake", 0)
         assert np.array_equal(logits_of(plan), expected)
-        held = [change for change in plan.take_changes() if change.holds_device]
+        changes = [change for change in plan.take_changes() if change.num_retreated]
     assert (min(taken_ns[:3]) > wake_ns) == (waits != "hold")
     assert (min(taken_ns[-3:]) > wake_ns) == (waits == "yield")
     if waits == "load-aware":
-        assert "GPU comes back" in held[0].reason and "holds the GPU" in str(held[0])
-    elif waits == "yield":
-        assert not held
+        reason = rf"GPU comes back \d+ times as late.*: {changes[0].num_retreated} units retreat"
+        assert re.search(reason, changes[0].reason)
+        assert changes[0].host_bytes > 0
+        assert f"{changes[0].num_retreated} units retreat (" in str(changes[0])
+    else:
+        assert not changes
 
 
 @pytest.mark.toolchain

@@ -35,7 +35,7 @@ def check(program: Path, name: str, count: int, seed: int, timeout: float = 120)
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("change", 300), ("noise", 40), ("probe", 10), ("hold", 12), ("options", 20)],
+    [("change", 300), ("noise", 40), ("probe", 10), ("retreat", 20), ("options", 20)],
 )
 @pytest.mark.parametrize("seed", [1, 2])
 def test_choosing_anew(policy_test: Path, name: str, count: int, seed: int) -> None:
@@ -65,6 +65,15 @@ def test_choices_follow_the_speed_of_the_cpu(choices_test: Path) -> None:
     check(choices_test, "speeds", 2000, 1)
 
 
+def test_a_device_that_comes_back_late(choices_test: Path) -> None:
+    check(choices_test, "late", 2000, 1)
+
+
+@pytest.mark.parametrize("why", ["damaged", "no_host_memory"])
+def test_weights_that_cannot_be_had(choices_test: Path, why: str) -> None:
+    check(choices_test, why, 60, 1)
+
+
 def test_no_memory_for_another_round(choices_test: Path) -> None:
     check(choices_test, "no_memory", 60, 1)
 
@@ -78,6 +87,8 @@ def test_sanitized(tmp_path: Path, sanitizer: str) -> None:
         pytest.skip(f"the compiler cannot build for {flags[0]} here")
     program = hybrid_programs.build_program("choices_test", tmp_path / "choices_test", flags)
     check(program, "choices", 300, 3)
+    check(program, "damaged", 30, 3)
+    check(program, "late", 2000, 3)
     check(program, "no_memory", 30, 3)
     check(program, "speeds", 2000, 3)
 

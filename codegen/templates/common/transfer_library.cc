@@ -24,10 +24,10 @@ extern "C" [[gnu::visibility("default")]] void atsc_schedule_transfers(
     atsc::TransferScheduler scheduler(is_exact ? atsc::Effort::kExact : atsc::Effort::kQuick);
     const atsc::TransferSchedule found =
         scheduler.schedule({units, static_cast<size_t>(num_units)}, *machine);
-    std::ranges::copy(found.choice, promotions);
+    std::ranges::copy(found.promotions, promotions);
     result->round_ns = found.round_ns;
     result->static_ns = found.static_ns;
-    result->num_promotions = static_cast<int32_t>(found.choice.size());
+    result->num_promotions = static_cast<int32_t>(found.promotions.size());
   } catch (const std::exception& error) {
     std::snprintf(result->message, sizeof result->message, "%s", error.what());
   }

@@ -325,7 +325,7 @@ void test_pinning(const Options& options, int) {
     device.fill(target.address(), 0, target.bytes());
     list.copy_to_device(Branch::kCopy, target.address() + 100, memory.data() + 100,
                         kPage * kPages - 200);
-    const auto executable = device.build(list, BuildMode::kGraph);
+    auto executable = device.build(list, BuildMode::kGraph);
     EXPECT(executable->is_graph() == graph);
     executable->run();
     executable->wait();
@@ -333,6 +333,14 @@ void test_pinning(const Options& options, int) {
     device.download(got.data(), target.address(), got.size());
     EXPECT(std::memcmp(got.data() + 100, memory.data() + 100, kPage * kPages - 200) == 0);
     EXPECT(got[99] == std::byte{0} && got[got.size() - 100] == std::byte{0});
+    std::vector<std::byte> back(got.size());
+    CommandList to_host;
+    to_host.copy_to_host(Branch::kCompute, back.data(), target.address(), back.size());
+    executable.reset();  // there is memory for the flags of one
+    executable = device.build(to_host, BuildMode::kLaunches);
+    executable->run();
+    executable->wait();
+    EXPECT(back == got);
   };
   expect_copies(false);
   const auto first = device.pin(memory.data(), kPage * 2);

@@ -1,7 +1,12 @@
-// Rounds on host and device whose promotions change all the time: the same logits as the CPU's.
+// Rounds on host and device whose promotions and retreats change all the time: the same logits as the
+// CPU's.
 //
 //     choices_test choices ROUNDS SEED FILE   random plans, placements, slots, choices
+//     choices_test damaged ROUNDS SEED FILE   weights of what retreats cannot be read: nothing changes
+//     choices_test no_host_memory ROUNDS SEED FILE   nor where they do not fit
 //     choices_test no_memory ROUNDS SEED FILE two graphs do not fit: the first choice stays
+//     choices_test late ROUNDS SEED FILE      at most so many until units retreat from a late device,
+//                                             and come home
 //     choices_test speeds ROUNDS SEED FILE    at most so many until choices follow the CPU's speed
 //
 // Prints "fine"; FILE is for the weights.
@@ -10,24 +15,30 @@
 namespace atsc::testing {
 namespace {
 
-// Promotes units that fit, each in a slot of its own choosing, copies sometimes held back.
+// Promotes units that fit, each in a slot of its own choosing; others retreat, sometimes.
 class RandomChooser {
  public:
-  RandomChooser(const RandomPlan& made, const Placement& placement, uint64_t seed)
-      : made_(made), placement_(placement), random_(seed) {}
+  RandomChooser(const RandomPlan& made, const Placement& placement, uint64_t seed,
+                double most_retreats)
+      : made_(made), placement_(placement), random_(seed), most_retreats_(most_retreats) {}
 
   Choice operator()() {
     const std::lock_guard lock(mutex_);
     ++num_calls_;
     const double share = between(random_, 0, 1.2);
+    const double retreats = between(random_, -0.5, most_retreats_);
     Choice choice;
     for (size_t unit = 0; unit < made_.units.size(); ++unit) {
       const UnitEntry& entry = made_.units[unit];
+      if (placement_.on_device[unit] && between(random_, 0, 1) < retreats) {
+        choice.retreats.push_back(static_cast<int>(unit));
+      }
       if (entry.kind != UnitKind::kWeights || placement_.on_device[unit] ||
           entry.bytes > placement_.slot_bytes || between(random_, 0, 1) > share) {
         continue;
       }
-      choice.push_back({static_cast<int>(unit), below(random_, placement_.num_slots), -1});
+      choice.promotions.push_back(
+          {static_cast<int>(unit), below(random_, placement_.num_slots), -1});
     }
     return choice;
   }
@@ -42,6 +53,7 @@ class RandomChooser {
   const Placement& placement_;
   std::mutex mutex_;
   Random random_;
+  const double most_retreats_;  // share of units; 0: none
   int num_calls_ = 0;
 };
 
@@ -67,7 +79,8 @@ void run_round(Session& session, const Tokens& tokens,
 }
 
 // Rounds of several sessions in turn, each beside one that the CPU computes alone.
-void compare(Setup& setup, HybridExecutor& hybrid, Random& random, int num_rounds) {
+void compare(Setup& setup, HybridExecutor& hybrid, Random& random, const std::string& path,
+             int num_rounds) {
   struct Pair {
     SessionPlace* place;
     std::unique_ptr<Session> ours, expected;
@@ -91,10 +104,18 @@ void compare(Setup& setup, HybridExecutor& hybrid, Random& random, int num_round
       begin(pair);
     }
     const int64_t room = kContext - pair.ours->position();
-    if (room < kChunk) {
-      const int64_t kept = below(random, kContext - kChunk);
+    if (room < kChunk || below(random, 30) == 0) {
+      const int64_t most = std::min<int64_t>(pair.ours->position(), kContext - kChunk);
+      const int64_t kept = below(random, static_cast<int>(most) + 1);
       pair.ours->rewind(kept);
       pair.expected->rewind(kept);
+    }
+    if (below(random, 20) == 0) {
+      // Also between sides: what the CPU has saved goes on here, and the other way round.
+      pair.expected->save(path + ".expected");
+      pair.ours->save(path + ".ours");
+      pair.ours->restore(path + ".expected");
+      pair.expected->restore(path + ".ours");
     }
     const Tokens tokens = draw_round(random, kChunk);
     run_round(*pair.expected, tokens, [&](const Round& r) { return setup.reference.run(r); });
@@ -113,7 +134,7 @@ int count_changes(HybridExecutor& hybrid) {
 
 void test_choices(Random& random, const std::string& path, int num_rounds) {
   constexpr int kRoundsOfPlan = 100;
-  int num_changes = 0, num_left = num_rounds;
+  int num_changes = 0, num_retreats = 0, num_left = num_rounds;
   for (; num_left > 0; num_left -= kRoundsOfPlan) {
     const RandomPlan made(random, 1 + below(random, 5));
     const Placement placement = random_placement(random, made, between(random, 0, 0.8));
@@ -121,14 +142,20 @@ void test_choices(Random& random, const std::string& path, int num_rounds) {
     options.has_graphs = below(random, 4) > 0;
     options.link_bytes_per_s = below(random, 2) == 0 ? 0 : between(random, 50e6, 5e9);
     Setup setup(made, path, placement, options, 1 + below(random, 3), 1 + below(random, 3));
-    RandomChooser chooser(made, placement, random());
+    RandomChooser chooser(made, placement, random(), 1.2);
     TransferOptions transfer;
     transfer.choose_at_random = [&](const RoundShape&) { return chooser(); };
+    transfer.copy_begin_bytes = below(random, 2) == 0 ? 0 : 100;  // per head, or mostly whole
     HybridExecutor hybrid(setup.plan, *setup.residency, setup.executor, setup.pool, transfer);
-    compare(setup, hybrid, random, std::min(num_left, kRoundsOfPlan));
-    num_changes += count_changes(hybrid);
+    compare(setup, hybrid, random, path, std::min(num_left, kRoundsOfPlan));
+    for (atsc_change change = hybrid.take_change(); change.when_ns != 0;
+         change = hybrid.take_change()) {
+      ++num_changes;
+      num_retreats += change.num_retreated > 0;
+    }
   }
   EXPECT(num_changes > num_rounds / 20);
+  EXPECT(num_retreats > num_changes / 10);
 }
 
 // A decode step of both, with the same logits; near the end of the context both go back.
@@ -152,7 +179,7 @@ void test_no_memory(Random& random, const std::string& path, int num_rounds) {
   VirtualOptions options;
   options.graph_bytes = 40 << 20;
   Setup setup(made, path, placement, options, 2, 1);
-  RandomChooser chooser(made, placement, random());
+  RandomChooser chooser(made, placement, random(), 0);
   TransferOptions transfer;
   transfer.choose_at_random = [&](const RoundShape&) { return chooser(); };
   HybridExecutor hybrid(setup.plan, *setup.residency, setup.executor, setup.pool, transfer);
@@ -166,6 +193,30 @@ void test_no_memory(Random& random, const std::string& path, int num_rounds) {
   EXPECT(count_changes(hybrid) <= 1);  // the first choice
 }
 
+// Everything lives on the device and shall retreat, but weights.bin is cut short after loading, or the
+// machine has not so much memory.
+void test_refused(Random& random, const std::string& path, int num_rounds, bool is_damaged) {
+  const RandomPlan made(random, 3);
+  Placement placement = random_placement(random, made, 1.1);
+  placement.on_device[0] = 0;  // as the compiler has it
+  Setup setup(made, path, placement, VirtualOptions{}, 2, 1, is_damaged ? 0 : uint64_t{1} << 62);
+  if (is_damaged) std::ofstream(path, std::ios::binary | std::ios::trunc) << "cut short";
+  std::atomic<int> num_calls{0};
+  TransferOptions transfer;
+  transfer.choose_at_random = [&](const RoundShape&) {
+    ++num_calls;
+    return Choice{{}, {1, 2, 3}};
+  };
+  HybridExecutor hybrid(setup.plan, *setup.residency, setup.executor, setup.pool, transfer);
+  SessionPlace* place = setup.residency->take_place();
+  Session ours(setup.plan, place), expected(setup.plan);
+  for (int32_t round = 0; round < num_rounds; ++round) {
+    decode_alike(setup, hybrid, place, ours, expected, round);
+  }
+  EXPECT(num_calls > 1);
+  EXPECT(count_changes(hybrid) <= 1);  // the first choice
+}
+
 // A plan with made-up times: a unit takes 100 us on the CPU, and a tenth of that on the device. On
 // this machine all are far faster, and about alike: what counts is to wake up for them.
 RandomPlan plan_with_times(Random& random) {
@@ -175,6 +226,56 @@ RandomPlan plan_with_times(Random& random) {
     unit.transfer_ns = 100'000;
   }
   return made;
+}
+
+// Rounds of two sessions, now and then of a chunk, until units have retreated or come home, be it for a
+// trial: on this machine the host may be faster. False: they did not in time.
+bool play_until(bool retreated, Setup& setup, HybridExecutor& hybrid, Random& random,
+                const std::string& path, int num_rounds) {
+  constexpr int kRoundsAtOnce = 50;
+  for (int round = 0; round < num_rounds; round += kRoundsAtOnce) {
+    compare(setup, hybrid, random, path, kRoundsAtOnce);
+    bool has_changed = false;
+    for (atsc_change change = hybrid.take_change(); change.when_ns != 0;
+         change = hybrid.take_change()) {
+      std::fprintf(stderr, "%s: %d retreated, %.2f ms -> %.2f ms, %.2f MiB\n", change.reason,
+                   change.num_retreated, static_cast<double>(change.before_ns) / 1e6,
+                   static_cast<double>(change.after_ns) / 1e6,
+                   static_cast<double>(change.host_bytes) / (1 << 20));
+      has_changed |= (change.num_retreated > 0) == retreated;
+    }
+    if (has_changed) return true;
+  }
+  return false;
+}
+
+// A device that comes back late, and then in time again. What takes long on the CPU stays there, so
+// that some hand-offs are left to tell.
+void test_late(Random& random, const std::string& path, int num_rounds) {
+  constexpr int kLayers = 5, kLayersAtHome = 2;
+  RandomPlan made(random, kLayers);
+  Placement placement;
+  placement.on_device = {0};
+  for (int layer = 0; layer < kLayers; ++layer) {
+    const bool is_at_home = layer < kLayersAtHome;
+    placement.on_device.insert(placement.on_device.end(), {is_at_home, 1, 1});
+  }
+  placement.on_device.push_back(1);
+  for (size_t unit = 0; unit < made.units.size(); ++unit) {
+    const bool is_heavy = unit > 0 && (unit <= 3 * kLayersAtHome || unit + 1 == made.units.size());
+    made.units[unit].decode = made.units[unit].prefill = {is_heavy ? 10'000'000'000 : 100'000, 10'000};
+  }
+  Setup setup(made, path, placement, VirtualOptions{}, 1, 2);
+  setup.plan.device.hand_off_ns = 200'000;  // threads of this machine play the device
+  HybridExecutor hybrid(setup.plan, *setup.residency, setup.executor, setup.pool);
+  compare(setup, hybrid, random, path, 50);
+  count_changes(hybrid);
+  setup.device->set_wake_ns(4'000'000);
+  EXPECT(play_until(true, setup, hybrid, random, path, num_rounds));
+  compare(setup, hybrid, random, path, 50);
+  setup.device->set_wake_ns(0);
+  EXPECT(play_until(false, setup, hybrid, random, path, num_rounds));
+  compare(setup, hybrid, random, path, 50);
 }
 
 // The CPU is far faster than planned, then far slower, then fast again.
@@ -222,6 +323,9 @@ int main(int argc, char** argv) {
   const std::string name = argv[1];
   if (name == "choices") test_choices(random, argv[4], std::atoi(argv[2]));
   if (name == "speeds") test_speeds(random, argv[4], std::atoi(argv[2]));
+  if (name == "late") test_late(random, argv[4], std::atoi(argv[2]));
+  if (name == "damaged") test_refused(random, argv[4], std::atoi(argv[2]), true);
+  if (name == "no_host_memory") test_refused(random, argv[4], std::atoi(argv[2]), false);
   if (name == "no_memory") test_no_memory(random, argv[4], std::atoi(argv[2]));
   std::puts("fine");
 }

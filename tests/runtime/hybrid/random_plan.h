@@ -30,7 +30,7 @@ namespace atsc::testing {
     }                                                                              \
   } while (false)
 
-inline constexpr int kWidth = 16, kVocab = 32, kChunk = 12, kContext = 64;
+inline constexpr int kWidth = 16, kHeads = 4, kVocab = 32, kChunk = 12, kContext = 64;
 inline constexpr double kCpuShare = 0.85;
 using Random = std::mt19937_64;
 
@@ -77,16 +77,21 @@ inline void linear(const KernelArgs& a, int64_t begin, int64_t end) {
   }
 }
 
-// Keeps x; y = x + what was kept at half the position / 2.
+// Keeps x in K, and its negative in V; y = x + what was kept at half the position in K / 2, in V / 4.
 inline void remember(const KernelArgs& a, int64_t begin, int64_t end) {
-  auto* k = static_cast<_Float16*>(a.k_cache);
+  constexpr int kHeadSize = kWidth / kHeads;
+  auto *k = static_cast<_Float16*>(a.k_cache), *v = static_cast<_Float16*>(a.v_cache);
   for (int64_t i = begin; i < end; ++i) {
+    const auto at = [&](int64_t t) {
+      return (i / kHeadSize * a.kv_capacity + t % a.kv_capacity) * kHeadSize + i % kHeadSize;
+    };
     for (int64_t m = 0; m < a.rows; ++m) {
       const int64_t t = a.position + m;
       const float x = in(a, 0)[m * kWidth + i];
-      k[t % a.kv_capacity * kWidth + i] = static_cast<_Float16>(x);
-      const auto old = static_cast<float>(k[t / 2 % a.kv_capacity * kWidth + i]);
-      out(a)[m * kWidth + i] = x + old / 2;
+      k[at(t)] = static_cast<_Float16>(x);
+      v[at(t)] = static_cast<_Float16>(-x);
+      const auto old_k = static_cast<float>(k[at(t / 2)]), old_v = static_cast<float>(v[at(t / 2)]);
+      out(a)[m * kWidth + i] = x + old_k / 2 + old_v / 4;
     }
   }
 }
@@ -126,7 +131,7 @@ class RandomPlan {
       add_node(kernels::kLinear, {value(), weight()}, RowsOf::kTokens, -1);
       add_unit(random, UnitKind::kKvCache, 0);
       add_node(kernels::kRemember, {value()}, RowsOf::kTokens, layer);
-      caches_.push_back({1, kWidth, 0, kContext});
+      caches_.push_back({kHeads, kWidth / kHeads, 0, kContext});
       add_unit(random, UnitKind::kWeights, kWidth * kWidth);
       add_node(kernels::kLinear, {value(), weight()}, RowsOf::kTokens, -1);
     }
@@ -228,7 +233,8 @@ class RandomPlan {
 // A plan in use: everything but the C interface.
 struct Setup {
   Setup(const RandomPlan& made, const std::string& path, const Placement& placement,
-        const VirtualOptions& options, int num_threads, int sessions)
+        const VirtualOptions& options, int num_threads, int sessions,
+        uint64_t reserve_bytes = 0)
       : plan(made.plan()),
         pool(num_threads),
         device(open_virtual_device(options)),
@@ -236,9 +242,8 @@ struct Setup {
         executor(plan, weights.data(), 1, pool),
         reference(plan, made.weights.data(), 1, pool) {
     made.write(path);
-    residency = std::make_unique<Residency>(plan, *device, placement, sessions,
-                                            Residency::HostMemory{weights.data(), executor.arena()},
-                                            path, pool);
+    const Residency::HostMemory host{weights.data(), executor.arena(), reserve_bytes};
+    residency = std::make_unique<Residency>(plan, *device, placement, sessions, host, path, pool);
   }
 
   Plan plan;
