@@ -23,7 +23,6 @@ MAX_RANK = 8
 
 WEIGHTS_MAP, WEIGHTS_READ = 0, 1
 TRANSFERS = ("load-aware", "static", "none")
-WAITS = ("load-aware", "yield", "hold")
 ROUNDS = ("graph", "launches", "synchronous")
 ROUND_KINDS = ("decode", "prefill")
 LOGITS_LAST, LOGITS_NONE, LOGITS_ALL, LOGITS_ROWS = range(4)
@@ -96,7 +95,6 @@ class PlanOptions(_Sized):
         ("drift_threshold", ctypes.c_double),
         ("reschedule_interval", ctypes.c_double),
         ("rounds", ctypes.c_int32),
-        ("waits", ctypes.c_int32),
     )
 
 

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 Transfer = Literal["load-aware", "static", "none"]
 Rounds = Literal["graph", "launches", "synchronous"]
-Waits = Literal["load-aware", "yield", "hold"]
 
 
 def load(
@@ -50,7 +49,6 @@ def load(
     drift_threshold: float = 0.15,
     reschedule_interval: float = 5.0,
     rounds: Rounds = "graph",
-    waits: Waits = "load-aware",
 ) -> Plan:
     """Check a plan folder and open it. This runs native code from the folder.
 
@@ -75,10 +73,6 @@ def load(
         reschedule_interval: but not sooner than after the time of so many recent rounds.
         rounds: how a round runs on the GPU: short ones as one graph, "launches", or, to compare
             with, "synchronous": all on one stream, with a wait at each hand-off.
-        waits: whether other programs may have the GPU while a decode round waits for the CPU:
-            "yield" always, "hold" never (it saves some microseconds a wait, too); "load-aware"
-            always, and where the GPU comes back late, the CPU takes units over that live on the
-            GPU, which takes memory for their weights (with that transfer alone).
 
     Warns:
         RuntimeWarning: less of the GPU than planned is in use; says why.
@@ -99,8 +93,6 @@ def load(
         raise UsageError(f"transfer is {transfer!r}: expected one of {', '.join(capi.TRANSFERS)}")
     if rounds not in capi.ROUNDS:
         raise UsageError(f"rounds is {rounds!r}: expected one of {', '.join(capi.ROUNDS)}")
-    if waits not in capi.WAITS:
-        raise UsageError(f"waits is {waits!r}: expected one of {', '.join(capi.WAITS)}")
     for name, amount in (
         ("drift_threshold", drift_threshold),
         ("reschedule_interval", reschedule_interval),
@@ -124,7 +116,6 @@ def load(
         drift_threshold=drift_threshold,
         reschedule_interval=reschedule_interval,
         rounds=capi.ROUNDS.index(rounds),
-        waits=capi.WAITS.index(waits),
     )
     plan = Plan(directory, manifest, options)
     if plan.notice:
@@ -352,6 +343,5 @@ __all__ = [
     "Session",
     "TokenIds",
     "Transfer",
-    "Waits",
     "load",
 ]

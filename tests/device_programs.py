@@ -25,7 +25,6 @@ RUNTIME_UNITS = (
 ROUNDS = {
     "order": 200,
     "hand_offs": 3000,
-    "held": 3000,
     "launches": 500,
     "synchronous": 500,
     "slots": 500,

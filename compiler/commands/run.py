@@ -100,13 +100,6 @@ def add_transfer_flags(parser: argparse.ArgumentParser) -> None:
         metavar="ROUNDS",
         help="but not sooner than after the time of so many rounds (5)",
     )
-    parser.add_argument(
-        "--waits",
-        choices=("load-aware", "yield", "hold"),
-        default="load-aware",
-        help="whether other programs may have the GPU while decode waits for the CPU: always, and "
-        "the CPU takes units over if it comes back late (load-aware, the default); always; never",
-    )
 
 
 def transfer_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -115,7 +108,6 @@ def transfer_options(args: argparse.Namespace) -> dict[str, Any]:
         "transfer": args.transfer,
         "drift_threshold": args.drift_threshold,
         "reschedule_interval": args.reschedule_interval,
-        "waits": args.waits,
     }
 
 

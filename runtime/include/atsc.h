@@ -28,7 +28,7 @@ extern "C" {
 
 /* Raised with every change below. A plan serves callers built for any version from the oldest on: what
  * they know has not changed since, and what came later is at the end. */
-#define ATSC_API_VERSION 4u
+#define ATSC_API_VERSION 3u
 #define ATSC_API_OLDEST 2u
 #define ATSC_MESSAGE_BYTES 1024
 
@@ -56,14 +56,6 @@ enum {
   ATSC_TRANSFER_LOAD_AWARE = 0, /* promotions follow the speeds that rounds show */
   ATSC_TRANSFER_STATIC = 1,     /* chosen once, from the speeds that the plan was compiled with */
   ATSC_TRANSFER_NONE = 2        /* long rounds stream the CPU's weights, others promote nothing */
-};
-
-/* While a decode round waits for the CPU, may other programs have the GPU? */
-enum {
-  ATSC_WAITS_LOAD_AWARE = 0, /* yes; where that makes it come back late, the CPU takes units over (not
-                                without transfers' being load-aware) */
-  ATSC_WAITS_YIELD = 1,      /* yes */
-  ATSC_WAITS_HOLD = 2        /* no: a kernel waits */
 };
 
 enum {
@@ -99,7 +91,6 @@ typedef struct atsc_plan_options {
   double drift_threshold;   /* choose again when speeds are off by more than this share; 0: 0.15 */
   double reschedule_interval; /* but not sooner than after so many recent rounds; 0: 5 */
   int32_t rounds;           /* ATSC_ROUNDS_*: how a round runs on the GPU */
-  int32_t waits;            /* ATSC_WAITS_* */
 } atsc_plan_options;
 
 /* The device of plans compiled with --target virtual: host memory that plays a GPU, for tests. */
@@ -329,7 +320,7 @@ typedef struct atsc_api {
   /* Change how the virtual device behaves, also while rounds run: `what` is "link" (bytes/s each
    * way), "slowdown" (factor of all kernels), "kernel NAME" (least ns of kernels whose names begin
    * so), "cpu" (factor of what the CPU computes beside it), "wake" (ns that it takes to come back from
-   * a wait in which it yielded) or "fault NAME" (the next such launch fails). Any thread. */
+   * a wait for the CPU) or "fault NAME" (the next such launch fails). Any thread. */
   atsc_status (*plan_script_device)(atsc_plan* plan, const char* what, double value,
                                     atsc_message* message);
 

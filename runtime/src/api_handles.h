@@ -53,8 +53,7 @@ struct atsc_plan {
         atsc::kPlan, *residency, executor, pool,
         atsc::TransferOptions{static_cast<atsc::TransferMode>(options.transfer),
                               options.drift_threshold > 0 ? options.drift_threshold : 0.15,
-                              options.reschedule_interval > 0 ? options.reschedule_interval : 5,
-                              static_cast<atsc::WaitMode>(options.waits)});
+                              options.reschedule_interval > 0 ? options.reschedule_interval : 5});
     if (!notice.empty() && !residency->notice().empty()) notice += "; ";
     notice += residency->notice();
   }

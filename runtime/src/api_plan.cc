@@ -50,9 +50,6 @@ void check_options(const atsc_plan_options& options) {
   if (options.rounds < ATSC_ROUNDS_GRAPH || options.rounds > ATSC_ROUNDS_SYNCHRONOUS) {
     fail(ATSC_INVALID_ARGUMENT, "options.rounds is %d: expected ATSC_ROUNDS_*", options.rounds);
   }
-  if (options.waits < ATSC_WAITS_LOAD_AWARE || options.waits > ATSC_WAITS_HOLD) {
-    fail(ATSC_INVALID_ARGUMENT, "options.waits is %d: expected ATSC_WAITS_*", options.waits);
-  }
   const auto check_amount = [](double amount, const char* name) {
     if (amount >= 0 && amount < 1e9) return;
     fail(ATSC_INVALID_ARGUMENT, "options.%s is %g: expected a number above 0, or 0 for the default",

@@ -60,8 +60,7 @@ class CudaRound : public Executable {
       : Executable(device, list),
         gpu_(device),
         context_(device.context()),
-        is_synchronous_(mode == BuildMode::kSynchronous),
-        holds_device_(mode == BuildMode::kGraph && list.waits() == Waits::kHold) {
+        is_synchronous_(mode == BuildMode::kSynchronous) {
     if (device.hand_off() == nullptr) {
       fail(ATSC_PLAN_ERROR, "the plan has no hand-off kernels: compile the model again");
     }
@@ -79,14 +78,13 @@ class CudaRound : public Executable {
 
   CudaDevice& gpu_;
   const CudaContext& context_;
-  const bool is_synchronous_, holds_device_;
+  const bool is_synchronous_;
 
  private:
   void lower(const Command& command, std::vector<Step>& steps);
   void add_hand_off(Branch branch, const HandOffArgs& args, uint32_t blocks, unsigned threads,
                     std::vector<Step>& steps) const;
   void add_copy(const Command& command, std::vector<Step>& steps) const;
-  void add_held_wait(const Command& command, std::vector<Step>& steps) const;
   void add_hand_offs(const Command& command, std::vector<Step>& steps) const;
   void add_plain_hand_offs(const Command& command, std::vector<Step>& steps) const;
 };
@@ -126,7 +124,6 @@ void CudaRound::lower(const Command& command, std::vector<Step>& steps) {
     case Command::Kind::kStamp:
       return is_synchronous_ ? add_plain_hand_offs(command, steps) : add_hand_offs(command, steps);
     case Command::Kind::kWaitFlag:
-      if (holds_device_) return add_held_wait(command, steps);
       step.kind = Step::Kind::kWaitFlag;
       step.flag = command.flag;
       step.value = command.value;
@@ -151,13 +148,6 @@ void CudaRound::add_copy(const Command& command, std::vector<Step>& steps) const
     step.bytes = piece.bytes;
     steps.push_back(step);
   }
-}
-
-void CudaRound::add_held_wait(const Command& command, std::vector<Step>& steps) const {
-  HandOffArgs args{};
-  args.awaited = static_cast<const unsigned*>(as_operand(flag_address(command.flag)));
-  args.least = command.value;
-  add_hand_off(command.branch, args, 1, 32, steps);
 }
 
 void CudaRound::add_hand_offs(const Command& command, std::vector<Step>& steps) const {

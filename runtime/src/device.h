@@ -167,11 +167,6 @@ class HostRange {
 enum class Branch : uint8_t { kCompute, kCopy, kCopy2, kCopy3 };
 inline constexpr int kNumBranches = 4;
 
-// How a branch of a graph waits for a flag of the host. Beside another program that keeps the GPU busy,
-// a device that yields gets it back when that one's time slice is over: on an H200 under 60 % of such
-// load a hand-off takes 1.6 ms, and 0.7 ms if the device is held. Nobody else uses it meanwhile, then.
-enum class Waits : uint8_t { kYield, kHold };
-
 inline constexpr int kNumFlags = 32;
 inline constexpr uint32_t kMaxFlagValue = (1u << 30) - 1;
 inline constexpr int kNoStamp = -1;
@@ -244,10 +239,6 @@ class CommandList {
 
   void stamp(Branch branch, int stamp);
 
-  // Of all its waits for flags, if it runs as a graph.
-  void set_waits(Waits waits) { waits_ = waits; }
-  Waits waits() const { return waits_; }
-
   std::span<const Command> commands() const { return commands_; }
   int num_points() const { return num_points_; }
   int num_stamps() const { return num_stamps_; }
@@ -259,7 +250,6 @@ class CommandList {
   Command& add(Command::Kind kind, Branch branch);
 
   std::vector<Command> commands_;
-  Waits waits_ = Waits::kYield;
   int num_points_ = 0;
   int num_stamps_ = 0;
 };

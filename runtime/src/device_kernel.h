@@ -29,13 +29,11 @@ struct DeviceArgs {
   int rows_of;          // DeviceRows: which count of rows is this node's
 };
 
-// Of the kernel `atsc_hand_off` (templates/cuda/handoff). Any pointer may be null.
+// Of the kernel `atsc_hand_off` (templates/cuda/handoff). Any pointer but these two may be null.
 struct HandOffArgs {
-  const unsigned* awaited;      // first, until this has reached `least`: launches of one block only
-  unsigned least;
   void* target;                 // device memory or mapped host memory, both; 4-byte aligned
   const void* source;
-  unsigned long long bytes;     // a multiple of 4; 0 without these two
+  unsigned long long bytes;     // a multiple of 4; may be 0
   long long* stamp_before;      // ns of the device's clock, before anything is read
   long long* stamp_after;       // after everything was written: launches of one block only
   unsigned* flag;               // set to `value` after that: launches of one block only

@@ -138,7 +138,6 @@ class VirtualExecutable final : public Executable {
       : Executable(device, list),
         gpu_(device),
         is_graph_(mode == BuildMode::kGraph),
-        holds_device_(is_graph_ && list.waits() == Waits::kHold),
         device_bytes_(is_graph_ ? device.options_.graph_bytes : 0),
         points_(static_cast<size_t>(list.num_points())) {
     for (const Command& command : list.commands()) {
@@ -223,7 +222,7 @@ class VirtualExecutable final : public Executable {
         };
         if (is_raised()) return true;
         if (!wait_until(is_raised)) return false;
-        if (!holds_device_) sleep_until(now_ns() + gpu_.wake_ns_);
+        sleep_until(now_ns() + gpu_.wake_ns_);
         return true;
       }
       case Command::Kind::kWaitPoint:
@@ -259,7 +258,7 @@ class VirtualExecutable final : public Executable {
   }
 
   VirtualGpu& gpu_;
-  const bool is_graph_, holds_device_;
+  const bool is_graph_;
   const uint64_t device_bytes_;
   std::vector<Command> branches_[kNumBranches];
   std::vector<bool> points_;

@@ -77,8 +77,7 @@ HybridExecutor::HybridExecutor(const Plan& plan, Residency& residency, Executor&
       clock_offset_ns_(residency.device().clock_offset_ns()),
       copy_begin_bytes_(options.copy_begin_bytes),
       policy_(plan, residency, options),
-      maker_(plan, residency, executor, policy_,
-             options.waits == WaitMode::kHold ? Waits::kHold : Waits::kYield) {}
+      maker_(plan, residency, executor, policy_) {}
 
 void HybridExecutor::cancel(const std::atomic<bool>& cancelled) {
   const std::lock_guard lock(mutex_);

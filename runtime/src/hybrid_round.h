@@ -43,7 +43,6 @@ struct HybridRound {
   const SessionPlace* place;
   RoundShape shape;
   int version;  // of the shape's choice
-  Waits waits;
   BuiltRound built;
   std::unique_ptr<Executor::Program> program;
   std::unique_ptr<Executable> executable;  // null: the host does everything

@@ -82,7 +82,7 @@ void LoadMonitor::observe(const HybridRound& round, const RoundRecord& record) {
   observe_cpu(shape, record, splits);
   observe_gpu(shape, record, splits);
   observe_link(record);
-  observe_hand_offs(record, splits, round.waits);
+  observe_hand_offs(record, splits);
   ++num_learned_;
 }
 
@@ -170,8 +170,7 @@ void LoadMonitor::observe_link(const RoundRecord& record) {
 
 // From the end of one side's part to the begin of the other's that it was waiting for. The clocks'
 // difference is known to microseconds, and its error goes into both directions with opposite signs.
-void LoadMonitor::observe_hand_offs(const RoundRecord& record, const Splits& splits,
-                                    Waits waits) {
+void LoadMonitor::observe_hand_offs(const RoundRecord& record, const Splits& splits) {
   double to_host_ns = 0, to_device_ns = 0;
   int num_to_host = 0, num_to_device = 0;
   for (size_t index = 0; index < record.segments.size(); ++index) {
@@ -200,7 +199,7 @@ void LoadMonitor::observe_hand_offs(const RoundRecord& record, const Splits& spl
   const double to_device_mean_ns = to_device_ns / num_to_device;
   const double mean_ns = (to_host_ns / num_to_host + to_device_mean_ns) / 2;
   hand_off_.observe(mean_ns / expected_ns, clock_ns_);
-  if (waits == Waits::kYield) wake_.observe(to_device_mean_ns / expected_ns, clock_ns_);
+  wake_.observe(to_device_mean_ns / expected_ns, clock_ns_);
 }
 
 Drifts LoadMonitor::drifts() const {

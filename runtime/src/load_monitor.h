@@ -8,10 +8,9 @@
 //
 // A drift is a running mean. A sample that is far off does not count, for a round may be held up by
 // anything; four in a row on the same side are a change, and the mean begins anew with them. What is
-// far follows from how much samples jitter, and is at least the threshold. A drift
-// that rounds have not shown for a while (no copies, no link; no yielding, no waking) is forgotten, so
-// that the plan's own time is tried again: that is the probe. Where trying shows it is as it was, the
-// next one comes later.
+// far follows from how much samples jitter, and is at least the threshold. A drift that rounds have not
+// shown for a while (no copies, no link) is forgotten, so that the plan's own time is tried again: that
+// is the probe. Where trying shows it is as it was, the next one comes later.
 //
 // Source: ATSInfer 4.4.3, Algorithm 3 (what it calls the profile that is updated at run time).
 #pragma once
@@ -53,7 +52,7 @@ class Drift {
 // Of the drifts at one moment.
 struct Drifts {
   double cpu = 1, gpu = 1, link = 1, hand_off = 1;
-  double wake = 1;  // of a hand-off to a device that yielded meanwhile
+  double wake = 1;  // of a hand-off to the device
 };
 
 class LoadMonitor {
@@ -77,7 +76,7 @@ class LoadMonitor {
   void observe_cpu(const RoundShape& shape, const RoundRecord& record, const Splits& splits);
   void observe_gpu(const RoundShape& shape, const RoundRecord& record, const Splits& splits);
   void observe_link(const RoundRecord& record);
-  void observe_hand_offs(const RoundRecord& record, const Splits& splits, Waits waits);
+  void observe_hand_offs(const RoundRecord& record, const Splits& splits);
   void add_part(double taken_ns);
   void add_unit(int unit, double expected_ns);
   void learn(std::vector<double>& shares, Drift& drift);

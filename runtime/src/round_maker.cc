@@ -8,8 +8,8 @@
 namespace atsc {
 
 RoundMaker::RoundMaker(const Plan& plan, Residency& residency, Executor& executor,
-                       const TransferPolicy& policy, Waits waits)
-    : plan_(plan), residency_(residency), executor_(executor), policy_(policy), waits_(waits) {}
+                       const TransferPolicy& policy)
+    : plan_(plan), residency_(residency), executor_(executor), policy_(policy) {}
 
 RoundMaker::~RoundMaker() {
   {
@@ -27,11 +27,9 @@ std::unique_ptr<HybridRound> RoundMaker::make(const SessionPlace& place, const R
   made->place = &place;
   made->shape = shape;
   made->version = version;
-  made->waits = waits_;
   made->built = build_round(plan_, residency_, place, shape.num_tokens, shape.num_logit_rows, choice);
   made->program = executor_.compile(shape.num_tokens, shape.num_logit_rows, made->built.splits);
   if (!made->built.splits.runs.empty()) {
-    made->built.commands.set_waits(waits_);
     made->executable = residency_.device().build(made->built.commands, mode);
   }
   return made;

@@ -18,9 +18,8 @@ namespace atsc {
 
 class RoundMaker {
  public:
-  // `waits`: of all rounds.
   RoundMaker(const Plan& plan, Residency& residency, Executor& executor,
-             const TransferPolicy& policy, Waits waits);
+             const TransferPolicy& policy);
   ~RoundMaker();  // waits for what it is doing
   RoundMaker(const RoundMaker&) = delete;
 
@@ -65,7 +64,6 @@ class RoundMaker {
   Residency& residency_;
   Executor& executor_;
   const TransferPolicy& policy_;
-  const Waits waits_;
   TransferScheduler scheduler_;  // of the thread
 
   std::mutex mutex_;  // guards the rest

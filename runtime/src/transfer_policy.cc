@@ -19,6 +19,10 @@ constexpr int kRoundsToWait = 8;  // a drift takes four to follow
 // 50 us and more: no clock is so wrong, and another program's time slice takes longer.
 constexpr double kLateWake = 10;
 constexpr double kOtherWake = 2;  // by time slices it varies much
+// A device that yielded comes back late from a wait for a copy as well, which nobody predicts: rounds of
+// 35 promotions took 1.19 times as long as predicted, on an H200 that another program pressed. So a
+// retreat may be predicted to take this much longer than to stay; its trial decides.
+constexpr double kLateCopies = 1.1;
 
 bool is_late(const Drifts& now) { return now.wake > kLateWake; }
 
@@ -70,8 +74,7 @@ Choice TransferPolicy::plain_choice(const RoundShape& shape) const {
 // Long rounds have next to no hand-offs. What a trial has refused is tried again when the device comes
 // back sooner or later than then by far.
 bool TransferPolicy::may_begin_retreat(const Adopted& adopted, const Drifts& now) const {
-  if (options_.waits != WaitMode::kLoadAware || class_of(adopted.shape) != 0) return false;
-  if (!is_late(now)) return false;
+  if (class_of(adopted.shape) != 0 || !is_late(now)) return false;
   return adopted.refused_wake == 0 || is_other_wake(adopted.refused_wake, now.wake);
 }
 
@@ -229,9 +232,11 @@ TransferPolicy::Answer TransferPolicy::decide(const Question& question,
   answer.before_ns = model_.predict(scheduler, shape, speeds, question.present);
   TransferSchedule found = model_.schedule(scheduler, shape, speeds);
   if (question.may_retreat) {
+    auto most_ns = static_cast<int64_t>(static_cast<double>(found.round_ns) * kLateCopies);
     for (std::vector<int>& retreats : model_.retreats(shape, speeds)) {
       TransferSchedule other = model_.schedule(scheduler, shape, speeds, retreats);
-      if (other.round_ns >= found.round_ns) continue;
+      if (other.round_ns >= most_ns) continue;
+      most_ns = other.round_ns;
       found = std::move(other);
       answer.choice.retreats = std::move(retreats);
     }

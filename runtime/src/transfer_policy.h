@@ -39,15 +39,10 @@ namespace atsc {
 
 enum class TransferMode : uint8_t { kLoadAware, kStatic, kNone };
 
-// What decode does while it waits for the host: other programs may have the device, and where it comes
-// back late, the host takes over; or no more than that; or it keeps the device.
-enum class WaitMode : uint8_t { kLoadAware, kYield, kHold };
-
 struct TransferOptions {
   TransferMode mode = TransferMode::kLoadAware;
   double drift_threshold = 0.15;
   double reschedule_interval = 5;  // in times of a recent round
-  WaitMode waits = WaitMode::kLoadAware;  // never retreats unless `mode` is load-aware too
   // That take as long as beginning a copy: 0.1 ms beside another program on a link of 10 GB/s.
   uint64_t copy_begin_bytes = 1 << 20;
   // For tests: chooses after every round instead of the scheduler. Two threads call it.

@@ -41,11 +41,11 @@ def test_text_streams_and_speed_follows(
     assert "text: 5 tokens, " in captured.err
     assert captured.err.endswith(" (length)\n")
     numbers = {"drift_threshold": 0.15, "reschedule_interval": 5.0}
-    dynamic = {"transfer": "load-aware", "waits": "load-aware", **numbers}
+    dynamic = {"transfer": "load-aware", **numbers}
     assert plan.options == {"threads": 2, "vram": 6 << 30, **dynamic}
-    flags = ("--vram", "1G", "--transfer", "static", "--rounds", "synchronous", "--waits", "hold")
+    flags = ("--vram", "1G", "--transfer", "static", "--rounds", "synchronous")
     assert cli.main(["bench", str(tmp_path), "-p", "8", "-n", "0", "-r", "1", *flags]) == 0
-    plain = {"transfer": "static", "waits": "hold", "rounds": "synchronous"}
+    plain = {"transfer": "static", "rounds": "synchronous"}
     assert plan.options == {"threads": None, "vram": 1 << 30, **dynamic, **plain}
 
 

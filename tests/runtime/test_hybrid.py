@@ -412,7 +412,6 @@ def test_run_tells_when_promotions_change(
         "transfer": transfer,
         "threads": 1,
         "vram": None,
-        "waits": "load-aware",
         **numbers,
     }
     told = re.findall(r"[\d.]+ s ago: decode promotes .*", capsys.readouterr().err)

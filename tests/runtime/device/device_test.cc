@@ -71,9 +71,8 @@ struct HandOffs {
   static constexpr int kCount = 3;
   std::unique_ptr<Executable> executable;
 
-  HandOffs(const Fixture& fixture, BuildMode mode, Waits waits = Waits::kYield) {
+  HandOffs(const Fixture& fixture, BuildMode mode) {
     CommandList list;
-    list.set_waits(waits);
     fixture.begin(list);
     const DeviceAddress value = fixture.value.address(), host = fixture.host_value.address();
     for (uint32_t i = 1; i <= kCount; ++i) {
@@ -110,10 +109,9 @@ struct HandOffs {
   }
 };
 
-void run_hand_offs(const Options& options, int rounds, BuildMode mode,
-                   Waits waits = Waits::kYield) {
+void run_hand_offs(const Options& options, int rounds, BuildMode mode) {
   Fixture fixture(options);
-  HandOffs hand_offs(fixture, mode, waits);
+  HandOffs hand_offs(fixture, mode);
   Random random(2);
   Words words = start_value();
   fixture.put(words);
@@ -126,10 +124,6 @@ void run_hand_offs(const Options& options, int rounds, BuildMode mode,
 
 void test_hand_offs(const Options& options, int rounds) {
   run_hand_offs(options, rounds, BuildMode::kGraph);
-}
-
-void test_held(const Options& options, int rounds) {
-  run_hand_offs(options, rounds, BuildMode::kGraph, Waits::kHold);
 }
 
 void test_launches(const Options& options, int rounds) {
@@ -547,7 +541,6 @@ const std::map<std::string, Test>& tests() {
   static const std::map<std::string, Test> all = {
       {"order", test_order},
       {"hand_offs", test_hand_offs},
-      {"held", test_held},
       {"launches", test_launches},
       {"synchronous", test_synchronous},
       {"no_graphs", test_no_graphs},

@@ -95,13 +95,6 @@ void run_affine(const DeviceArgs& args) {
   atsc::testing::affine(on_cpu, 0, args.round->rows[0]);
 }
 
-// A stream that a kernel holds up is one that waits.
-bool has_come(const HandOffArgs& args) {
-  if (!args.awaited) return true;
-  const std::atomic_ref flag(*const_cast<unsigned*>(args.awaited));
-  return static_cast<int32_t>(flag.load(std::memory_order_acquire) - args.least) >= 0;
-}
-
 void run_hand_off(const HandOffArgs& args) {
   if (!may_touch(args.source, args.bytes) || !may_touch(args.target, args.bytes)) return;
   if (args.stamp_before) *args.stamp_before = atsc::platform::now_ns();
@@ -116,9 +109,7 @@ Work kernel_work(Function function, void** params) {
   if (reinterpret_cast<const char*>(function) == kAffine) {
     return [args = *static_cast<DeviceArgs*>(params[0])] { return run_affine(args), true; };
   }
-  return [args = *static_cast<HandOffArgs*>(params[0])] {
-    return has_come(args) && (run_hand_off(args), true);
-  };
+  return [args = *static_cast<HandOffArgs*>(params[0])] { return run_hand_off(args), true; };
 }
 
 class FakeStream {
