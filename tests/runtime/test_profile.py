@@ -42,9 +42,9 @@ def test_units_take_time(plan: Plan, on_device: bool) -> None:
         few = plan.profile_unit(unit, on_device, 1, 10)
         many = plan.profile_unit(unit, on_device, CHUNK, CONTEXT - CHUNK)
         assert 0 < few < 1e9 and 0 < many < 1e9
-    # The best of some: other programs may run beside it.
+    # Of the unit that takes longest, the best of some: other programs may run beside it.
     one, all_rows = (
-        min(plan.profile_unit(2, on_device, rows, 60) for _ in range(3)) for rows in (1, CHUNK)
+        min(plan.profile_unit(1, on_device, rows, 60) for _ in range(3)) for rows in (1, CHUNK)
     )
     assert all_rows > one
 
