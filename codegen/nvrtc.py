@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from atsc.codegen.render import TEMPLATES
-from atsc.codegen.toolchain import RUNTIME_SOURCES, cache_dir
+from atsc.codegen.toolchain import RUNTIME_SOURCES, cache_dir, check_unchanged, headers_digest
 from atsc.compiler.errors import CodegenError
 
 CUDA_COMMON = TEMPLATES / "cuda" / "common"
@@ -83,19 +83,15 @@ def find_cuda_compiler() -> CudaCompiler:
 
 
 def _compile_one(compiler: CudaCompiler, unit: CudaUnit) -> Path:
-    headers = _headers_digest()
-    identity = "\0".join([compiler.version, *BASE_OPTIONS, headers, _architecture(unit)])
+    digest = headers_digest(_headers())
+    identity = "\0".join([compiler.version, *BASE_OPTIONS, digest, _architecture(unit)])
     key = hashlib.sha256(f"{identity}\0{unit.source}".encode()).hexdigest()
     target = cache_dir() / "cuda" / key[:2] / f"{key}.{'ptx' if unit.ptx else 'cubin'}"
     if target.is_file():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     binary = compiler.compile(unit)
-    # What was compiled is not known then, and must not be found under this key for ever.
-    if _headers_digest() != headers:
-        raise CodegenError(
-            f"compiling {unit.name}: atsc's own headers were changed meanwhile; compile again"
-        )
+    check_unchanged(unit.name, _headers(), digest)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         built = Path(folder) / "built"
         built.write_bytes(binary)
@@ -103,12 +99,8 @@ def _compile_one(compiler: CudaCompiler, unit: CudaUnit) -> Path:
     return target
 
 
-def _headers_digest() -> str:
-    """Of their content now: a process may outlive it."""
-    digest = hashlib.sha256()
-    for header in [*HEADERS, *sorted(CUDA_COMMON.glob("*.cuh"))]:
-        digest.update(header.name.encode() + header.read_bytes())
-    return digest.hexdigest()
+def _headers() -> list[Path]:
+    return [*HEADERS, *sorted(CUDA_COMMON.glob("*.cuh"))]
 
 
 def _architecture(unit: CudaUnit) -> str:

@@ -199,19 +199,36 @@ def link_library(
         _run(compiler, command, Path(folder), f"linking {output.name}")
 
 
-def _headers_digest() -> str:
+def headers_digest(headers: Iterable[Path]) -> str:
     """Of their content now: a process may outlive it."""
     digest = hashlib.sha256()
-    for folder in INCLUDE_DIRS:
-        for header in sorted(folder.glob("*.h")):
-            digest.update(header.name.encode() + header.read_bytes())
+    for header in headers:
+        digest.update(header.name.encode() + header.read_bytes())
     return digest.hexdigest()
+
+
+def check_unchanged(unit: str, headers: Iterable[Path], digest: str) -> None:
+    """After a compiler has read the headers: what it compiled is known.
+
+    Else it must not be found under a key of that digest for ever.
+
+    Raises:
+        CodegenError: their content is another one than it was.
+    """
+    if headers_digest(headers) != digest:
+        raise CodegenError(
+            f"compiling {unit}: atsc's own headers were changed meanwhile; compile again"
+        )
+
+
+def _headers() -> list[Path]:
+    return [header for folder in INCLUDE_DIRS for header in sorted(folder.glob("*.h"))]
 
 
 def _compile_one(compiler: Compiler, unit: Unit) -> Path:
     flags = (*BASE_FLAGS, *unit.flags, *(zig.COMPILE_FLAGS if compiler.kind == "zig" else ()))
-    headers = _headers_digest()
-    identity = "\0".join([compiler.identity, *flags, unit.name, headers])
+    digest = headers_digest(_headers())
+    identity = "\0".join([compiler.identity, *flags, unit.name, digest])
     key = hashlib.sha256(f"{identity}\0{unit.source}".encode()).hexdigest()
     target = cache_dir() / "objects" / key[:2] / f"{key}.o"
     if target.is_file():
@@ -226,11 +243,7 @@ def _compile_one(compiler: Compiler, unit: Unit) -> Path:
         command = [*compiler.command, *compiler.arguments(flags), *paths]
         command += ["-c", f"{unit.name}.cc", "-o", "built.o"]
         _run(compiler, command, folder, f"compiling {unit.name}")
-        # What was compiled is not known then, and must not be found under this key for ever.
-        if _headers_digest() != headers:
-            raise CodegenError(
-                f"compiling {unit.name}: atsc's own headers were changed meanwhile; compile again"
-            )
+        check_unchanged(unit.name, _headers(), digest)
         os.replace(folder / "built.o", target)
     return target
 

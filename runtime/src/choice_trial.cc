@@ -7,7 +7,6 @@
 namespace atsc {
 namespace {
 
-constexpr double kSlower = 0.03;       // what a choice must promise (kWorthwhileGain)
 constexpr double kMuchSlower = 0.2;    // seen at once
 constexpr double kErrorOfMedian = 1.6; // a sample's mean distance -> deviation -> that of a median
 
@@ -51,7 +50,7 @@ bool ChoiceTrial::was_better_before() {
                          1.0 / static_cast<double>(after_.size());
     const double error = kErrorOfMedian * std::max(jitter(before_), jitter(after_)) *
                          std::sqrt(sizes);
-    const double most = must_gain_ ? -kSlower : std::max(kSlower, 2 * error);
+    const double most = must_gain_ ? -kWorthwhileGain : std::max(kWorthwhileGain, 2 * error);
     was_better = is_late ? excess > most : excess > std::max(kMuchSlower, 3 * error);
   }
   if (!was_better && !is_late) return false;

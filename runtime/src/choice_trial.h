@@ -13,6 +13,9 @@
 
 namespace atsc {
 
+// A better choice must promise at least this share of the round.
+inline constexpr double kWorthwhileGain = 0.03;
+
 class ChoiceTrial {
  public:
   struct RoundTime {

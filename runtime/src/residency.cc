@@ -190,10 +190,10 @@ void Residency::read_units(Pool& pool) {
 void Residency::read_unit(int unit) {
   const UnitEntry& entry = plan_.units[unit];
   if (share_.unit_on_host[unit]) {
-    std::byte* target = weights_ + entry.offset;
-    read_checked(entry, weights_file_, weights_path_, [&](uint64_t at) { return target + at; },
-                 [](auto...) {});
-    if (share_.unit_on_device[unit]) device_.upload(this->unit(unit), target, entry.bytes);
+    read_to_host(entry);
+    if (share_.unit_on_device[unit]) {
+      device_.upload(this->unit(unit), weights_ + entry.offset, entry.bytes);
+    }
   } else if (share_.unit_on_device[unit]) {
     std::vector<std::byte> piece(std::min(entry.bytes, kReadBytes));
     read_checked(entry, weights_file_, weights_path_, [&](uint64_t) { return piece.data(); },
@@ -201,6 +201,12 @@ void Residency::read_unit(int unit) {
                    device_.upload(this->unit(unit) + at, piece.data(), bytes);
                  });
   }
+}
+
+void Residency::read_to_host(const UnitEntry& entry) {
+  std::byte* const target = weights_ + entry.offset;
+  read_checked(entry, weights_file_, weights_path_, [&](uint64_t at) { return target + at; },
+               [](auto...) {});
 }
 
 // Units with weights that nodes of `units` read and that are not on the host; ascending.
@@ -221,26 +227,21 @@ std::vector<int> Residency::missing_units(std::span<const int> units) const {
   return missing;
 }
 
-uint64_t Residency::missing_on_host(std::span<const int> units) const {
-  uint64_t bytes = 0;
-  for (const int unit : missing_units(units)) bytes += plan_.units[unit].bytes;
-  return bytes;
-}
-
-void Residency::hold_on_host(std::span<const int> units) {
+uint64_t Residency::hold_on_host(std::span<const int> units) {
   const std::vector<int> missing = missing_units(units);
-  if (missing.empty()) return;
-  const uint64_t bytes = missing_on_host(units), available = platform::available_memory();
+  if (missing.empty()) return 0;
+  uint64_t bytes = 0;
+  for (const int unit : missing) bytes += plan_.units[unit].bytes;
+  const uint64_t available = platform::available_memory();
   if (available < reserve_bytes_ || available - reserve_bytes_ < bytes) {
     fail(ATSC_DEVICE_ERROR, "%.1f MiB of memory are left, too little for another %.1f MiB of weights",
          static_cast<double>(available) / (1 << 20), static_cast<double>(bytes) / (1 << 20));
   }
   for (const int unit : missing) {
-    std::byte* const target = weights_ + plan_.units[unit].offset;
-    read_checked(plan_.units[unit], weights_file_, weights_path_,
-                 [&](uint64_t at) { return target + at; }, [](auto...) {});
+    read_to_host(plan_.units[unit]);
     is_on_host_[static_cast<size_t>(unit)] = 1;
   }
+  return bytes;
 }
 
 // Neighbours in one request, in pieces that a refusal does not make useless.

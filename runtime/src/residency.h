@@ -119,10 +119,8 @@ class Residency {
 
   // Reads the weights of device-resident units into the host's part, where they stay, so that the
   // host can compute these units. One thread at a time, beside rounds that do not compute them.
-  // Raises Failure: not enough memory, a damaged file.
-  void hold_on_host(std::span<const int> units);
-  // Bytes that it would read.
-  uint64_t missing_on_host(std::span<const int> units) const;
+  // Returns the bytes that were read. Raises Failure: not enough memory, a damaged file.
+  uint64_t hold_on_host(std::span<const int> units);
 
   // The host's arena as the device sees it: calls use(address, offset, bytes), mostly once.
   template <class Use>
@@ -146,6 +144,7 @@ class Residency {
  private:
   void read_units(Pool& pool);
   void read_unit(int unit);
+  void read_to_host(const UnitEntry& entry);
   std::vector<int> missing_units(std::span<const int> units) const;
   void pin_arena(std::byte* arena);
   void pin_units();

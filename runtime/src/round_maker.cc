@@ -21,8 +21,7 @@ RoundMaker::~RoundMaker() {
 }
 
 std::unique_ptr<HybridRound> RoundMaker::make(const SessionPlace& place, const RoundShape& shape,
-                                              const Choice& choice, int version,
-                                              BuildMode mode) {
+                                              const Choice& choice, int version, BuildMode mode) {
   auto made = std::make_unique<HybridRound>();
   made->place = &place;
   made->shape = shape;
@@ -119,8 +118,7 @@ RoundMaker::Result RoundMaker::fulfil(Order order) {
     }
     const auto mode = order.shape.num_tokens <= kFewRows ? BuildMode::kGraph : BuildMode::kLaunches;
     if (choice != nullptr) {
-      result.host_bytes = residency_.missing_on_host(choice->retreats);
-      residency_.hold_on_host(choice->retreats);
+      result.host_bytes = residency_.hold_on_host(choice->retreats);
       result.round = make(*order.place, order.shape, *choice, order.version, mode);
     }
   } catch (const std::exception&) {

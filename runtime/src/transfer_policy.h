@@ -49,9 +49,6 @@ struct TransferOptions {
   std::function<Choice(const RoundShape&)> choose_at_random = {};
 };
 
-// A better choice must promise at least this share of the round.
-inline constexpr double kWorthwhileGain = 0.03;
-
 class TransferPolicy {
  public:
   TransferPolicy(const Plan& plan, const Residency& residency, const TransferOptions& options);
