@@ -474,7 +474,6 @@ void Profiler::measure_beside_cpu(LinkProfile& profile, uint64_t bytes) {
   // In turns: what else uses the memory, such as other virtual machines, comes and goes.
   std::vector<int64_t> alone, beside, copying;
   for (int turn = 0; turn < kTurns; ++turn) {
-    for (int i = 0; i < 2; ++i) alone.push_back(compute());
     executable->run();
     const size_t begin = beside.size();
     do {
@@ -482,6 +481,8 @@ void Profiler::measure_beside_cpu(LinkProfile& profile, uint64_t bytes) {
     } while (!executable->done());
     executable->wait();
     if (beside.size() > begin + 1) beside.pop_back();  // the last one ran beside nothing for a while
+    // As often: the first one after a pause waits for the pool's threads, the later ones do not.
+    for (size_t i = begin; i < beside.size(); ++i) alone.push_back(compute());
     copying.push_back(std::max<int64_t>(1, executable->stamp(1) - executable->stamp(0)));
   }
   profile.to_device_beside_cpu_bytes_per_s =
