@@ -166,7 +166,9 @@ void TransferScheduler::slow_down(Label& label, int unit, int64_t copied_ns) con
                       : beside_copies_ns(entry.cpu_ns, label.copied_ns - before_ns);
     now_ns += here ? entry.gpu_ns : beside_copies_ns(entry.cpu_ns, copied_ns - now_ns);
     if (promoted) label.uses[use].finished_ns = now_ns;
-    if (now_ns <= copied_ns) {
+    // Not where they end together: rounding may hide that the copy ends first, and another one would
+    // then slow the unit's end down.
+    if (now_ns < copied_ns) {
       label.mark_ns = now_ns;
       label.mark_unit = at;
       label.mark_on_device = here;

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from atsc.codegen.transfer_library import build_library, load_scheduler
@@ -90,8 +90,27 @@ def ask(scheduler: Scheduler, case: tuple[list[UnitCost], list[bool], Machine]) 
     return scheduler(transferable(units, times, on_gpu, machine, ROWS), slots)
 
 
+def plain_unit(cpu_ns: int, gpu_ns: int, transfer_ns: int, input_bytes: int) -> UnitCost:
+    times = Times(cpu_ns, gpu_ns, transfer_ns)
+    return UnitCost("unit", Kind.WEIGHTS, Part.FFN, 0, SLOT_BYTES, times, Times(0, 0), input_bytes)
+
+
+ENDS_WITH_A_COPY = (
+    [
+        plain_unit(0, 0, 1, 0),
+        plain_unit(0, 4, 0, 0),
+        plain_unit(13, 0, 1, 3),  # ends 0.4 ns after the copy of the next one
+        plain_unit(20, 0, 32, 3),
+        plain_unit(0, 0, 2, 0),
+    ],
+    [False, True, False, False, False],
+    Machine(Link(2, 0.0), Link(5, 0.5), 2, cpu_share=0.7),
+)
+
+
 @settings(max_examples=600, deadline=None)
 @given(case=rounds())
+@example(case=ENDS_WITH_A_COPY)
 def test_no_subset_is_faster(
     exact: Scheduler, case: tuple[list[UnitCost], list[bool], Machine]
 ) -> None:
