@@ -34,53 +34,22 @@ whole run in time. Models have random int4 weights with fp16 scales (make_model.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import fnmatch
 import json
 import os
-import shutil
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import gpu_product
+import gpu_steps
+from gpu_run import Clock, Record, Run, StepError, say
 
-HERE = Path(__file__).resolve().parent
-PACKAGES = HERE.parent / ".links"
-VARIANTS = {
-    "pp2048": ("-p", "2048", "-n", "0"),
-    "static": ("--transfer", "static"),
-    "asynchronous": ("--transfer", "none"),
-    "synchronous": ("--transfer", "none", "--rounds", "synchronous"),
-}
-"""Flags of `atsc bench`."""
 PRODUCT = ("trace", "page", "profile")
-NUM_SLICES = 40
-LIMITS_MIB = 2048
-SAMPLE_SECONDS = 0.02
-Record = dict[str, Any]
-
-
-class StepError(Exception):
-    """A step failed; the message says why in one line."""
-
-
-@dataclass(slots=True)
-class Clock:
-    """When a step, and the whole run, must be over."""
-
-    run_ends: float
-    step_ends: float = 0.0
-
-    def left(self) -> float:
-        """Seconds that may still be used."""
-        return min(self.run_ends, self.step_ends) - time.monotonic()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +64,7 @@ ALL_STEPS = Steps(
     "6G",
     MappingProxyType(
         {
-            "tensor": ("load", *VARIANTS, "series", *PRODUCT),
+            "tensor": ("load", *gpu_steps.VARIANTS, "series", *PRODUCT),
             "gpu": (),
             "layer": ("synchronous",),
         }
@@ -117,92 +86,6 @@ class Step:
     work: Callable[[Run], Record]
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """What all steps share; `records` of the steps before, by name."""
-
-    args: argparse.Namespace
-    clock: Clock
-    records: dict[str, Record]
-
-    def command(self, *command: object, watch: PeakVram | None = None) -> str:
-        """A program's output.
-
-        Raises:
-            StepError: it failed, or took longer than the step may.
-        """
-        environment = {**os.environ, "PYTHONPATH": str(PACKAGES)}
-        process = subprocess.Popen(
-            [str(part) for part in command],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        with watch.of(process.pid) if watch else contextlib.nullcontext():
-            try:
-                out, err = process.communicate(timeout=max(self.clock.left(), 0.1))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.communicate()
-                raise StepError(
-                    "took longer than its budget; give --scale a larger number"
-                ) from None
-        if process.returncode:
-            last = next(reversed(err.strip().splitlines()), "no message")
-            raise StepError(f"exit code {process.returncode}: {last}")
-        return out
-
-    def atsc(self, *arguments: object, watch: PeakVram | None = None) -> Any:
-        """A command of atsc, as JSON."""
-        command = (sys.executable, "-m", "atsc.compiler.cli", *arguments, "--json")
-        return json.loads(self.command(*command, watch=watch))
-
-    def folder(self, model: str) -> Path:
-        """Where a model and its plan lie."""
-        return Path(self.args.work) / model
-
-
-class PeakVram:
-    """The most VRAM of the first GPU that a process held; 0 where NVML is not to be had."""
-
-    def __init__(self) -> None:
-        self.process_bytes = self.device_bytes = 0
-        self._nvml: Any = None
-        try:
-            import pynvml
-
-            pynvml.nvmlInit()
-            self._device = pynvml.nvmlDeviceGetHandleByIndex(0)
-            self._nvml = pynvml
-            self._before = pynvml.nvmlDeviceGetMemoryInfo(self._device).used
-        except Exception as error:  # no package, no driver, no GPU
-            _say(f"peak VRAM is not measured: {error}")
-
-    @contextlib.contextmanager
-    def of(self, pid: int) -> Iterator[None]:
-        """Watch while a process runs."""
-        if self._nvml is None:
-            yield
-            return
-        over = threading.Event()
-        watcher = threading.Thread(target=self._watch, args=(pid, over))
-        watcher.start()
-        try:
-            yield
-        finally:
-            over.set()
-            watcher.join()
-
-    def _watch(self, pid: int, over: threading.Event) -> None:
-        while not over.wait(SAMPLE_SECONDS):
-            used = self._nvml.nvmlDeviceGetMemoryInfo(self._device).used
-            self.device_bytes = max(self.device_bytes, used - self._before)
-            for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._device):
-                if process.pid == pid and process.usedGpuMemory:
-                    self.process_bytes = max(self.process_bytes, process.usedGpuMemory)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the steps; exit code 1 if one failed."""
     args = _parser().parse_args(arguments)
@@ -211,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run = Run(args, Clock(time.monotonic() + args.total), {})
     steps = list(_selected(args))
     if not steps:
-        _say(f"no step matches {args.only}; steps are {', '.join(s.name for s in _steps(args))}")
+        say(f"no step matches {args.only}; steps are {', '.join(s.name for s in _steps(args))}")
         return 2
     failed = 0
     with Path(args.out).open("a", encoding="utf-8") as out:
@@ -226,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _do(step: Step, run: Run) -> Record:
-    _say(f"{step.name} ...")
+    say(f"{step.name} ...")
     begin = time.monotonic()
     run.clock.step_ends = begin + step.seconds * run.args.scale
     try:
@@ -234,10 +117,10 @@ def _do(step: Step, run: Run) -> Record:
             raise StepError("no time left; give --total more seconds, or fewer --steps")
         found: Record = {"ok": True, **step.work(run)}
         if not found["ok"]:
-            _say(f"{step.name}: {found['error']}")
+            say(f"{step.name}: {found['error']}")
     except StepError as error:
         found = {"ok": False, "error": str(error)}
-        _say(f"{step.name} failed: {error}")
+        say(f"{step.name} failed: {error}")
     return {"step": step.name, "seconds": round(time.monotonic() - begin, 2), **found}
 
 
@@ -266,21 +149,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _steps(args: argparse.Namespace) -> Iterator[Step]:
-    yield Step("limits", 60, _limits)
+    yield Step("limits", 60, gpu_steps.measure_limits)
     for model in args.models.split(","):
-        yield Step(f"{model}/make", 240, lambda run, model=model: _make(run, model))
-        for policy, names in _steps_of(model).policies.items():
-            yield Step(
-                f"{model}/{policy}",
-                300,
-                lambda run, model=model, policy=policy: _plan(run, model, policy),
-            )
+        yield Step(f"{model}/make", 240, partial(gpu_steps.make_model, model=model))
+        steps = _steps_of(model)
+        for policy, names in steps.policies.items():
+            of_plan = {"model": model, "policy": policy}
+            measure = partial(gpu_steps.measure_plan, **of_plan, vram=args.vram or steps.vram)
+            yield Step(f"{model}/{policy}", 300, measure)
             for name in names:
-                yield Step(
-                    f"{model}/{policy}+{name}",
-                    SECONDS.get(name, 90),
-                    lambda run, m=model, p=policy, name=name: _after(run, m, p, name),
-                )
+                after = partial(_after, **of_plan, name=name)
+                yield Step(f"{model}/{policy}+{name}", SECONDS.get(name, 90), after)
 
 
 SECONDS = {"load": 240, "series": 60, "profile": 240}
@@ -293,14 +172,14 @@ def _steps_of(model: str) -> Steps:
 
 def _after(run: Run, model: str, policy: str, name: str) -> Record:
     """A step that needs a plan."""
-    plan = _made_plan(run, model, policy)
-    if name in VARIANTS:
-        return _variant(run, policy, name, plan)
+    plan = gpu_steps.made_plan(run, model, policy)
+    if name in gpu_steps.VARIANTS:
+        return gpu_steps.measure_variant(run, policy, name, plan)
     if name == "profile":
         return gpu_product.look_at_profile(run, plan, run.folder(model))
-    work = {
-        "load": _load,
-        "series": _series,
+    work: dict[str, Callable[[Run, Path], Record]] = {
+        "load": gpu_steps.measure_under_loads,
+        "series": gpu_steps.measure_series,
         "trace": gpu_product.look_at_trace,
         "page": gpu_product.look_at_page,
     }
@@ -312,199 +191,6 @@ def _selected(args: argparse.Namespace) -> Iterator[Step]:
     for step in _steps(args):
         if any(fnmatch.fnmatchcase(step.name, pattern) for pattern in patterns):
             yield step
-
-
-def _limits(run: Run) -> Record:
-    """Rates of the CPU, of the link and of VRAM, and which machine it is."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        raise StepError("no C++ compiler ($CXX, g++, clang++)")
-    program = Path(run.args.work) / "gpu_limits"
-    program.parent.mkdir(parents=True, exist_ok=True)
-    flags = ("-O3", "-march=x86-64-v3", "-std=c++20", "-pthread")
-    run.command(compiler, *flags, HERE / "gpu_limits.cc", "-o", program, "-ldl")
-    rates = json.loads(run.command(program, run.args.threads, LIMITS_MIB))
-    machine = run.atsc("targets")["targets"][0]
-    keys = ("cpu_model", "gpu_model", "vram_bytes", "num_cores")
-    return {
-        "bytes_per_s": rates,
-        "machine": {key: machine[key] for key in keys},
-        "cores": sorted(os.sched_getaffinity(0)),
-    }
-
-
-def _make(run: Run, model: str) -> Record:
-    folder = run.folder(model)
-    made = not (folder / "model.onnx").is_file()
-    if made:
-        options = ("--onnx", "--out", folder, "--ctx", max(4096, run.args.ctx))
-        run.command(sys.executable, HERE / "make_model.py", model, *options)
-    gpu_product.write_tokenizer(folder)
-    size = sum(path.stat().st_size for path in folder.glob("model.onnx*"))
-    return {"made": made, "bytes": size}
-
-
-def _plan(run: Run, model: str, policy: str) -> Record:
-    """Compile, measure, and compare. One plan folder a model, so that weights are written once."""
-    folder, args = run.folder(model), run.args
-    if not (folder / "model.onnx").is_file():
-        raise StepError(f"no model in {folder}; run step {model}/make first")
-    plan = folder.parent / f"{folder.name}.atsplan"
-    budget = () if policy == "gpu" else ("--vram", args.vram or _steps_of(model).vram)
-    compiled = run.atsc(
-        *("compile", folder, "-o", plan, "--policy", policy, *budget, "--target", args.target),
-        *("--ctx", args.ctx, "--chunk", args.chunk, "--threads", args.threads),
-    )
-    shown = run.atsc("inspect", plan)
-    peak = PeakVram()
-    tests = ("-p", args.p, "-n", args.n, "-d", args.d, "-r", args.r, "--threads", args.threads)
-    bench = run.atsc("bench", plan, *tests, watch=peak)
-    predicted = sum(region["predicted_bytes"] for region in shown["vram_regions"])
-    headroom = shown["device"]["headroom_bytes"] if shown["device"] else 0
-    peak_bytes = peak.process_bytes or peak.device_bytes
-    return {
-        "policy": policy,
-        "compile_seconds": compiled["seconds"],
-        "stages": compiled["stages"],
-        "vram": {
-            "budget_bytes": shown["device"]["budget_bytes"] if shown["device"] else 0,
-            "predicted_bytes": predicted - headroom,
-            "peak_bytes": peak_bytes,
-            "device_peak_bytes": peak.device_bytes,
-            "predicted_by_peak": _ratio(predicted - headroom, peak_bytes),
-        },
-        "placement": _placement(shown),
-        "rows": [_row(run, plan, shown, row) for row in bench["rows"]],
-    }
-
-
-def _made_plan(run: Run, model: str, policy: str) -> Path:
-    """A model's plan, as the step of this policy left it."""
-    plan = run.folder(model).parent / f"{run.folder(model).name}.atsplan"
-    manifest = plan / "plan.json"
-    if not manifest.is_file() or json.loads(manifest.read_text())["options"]["policy"] != policy:
-        raise StepError(f"{plan} is no plan of policy {policy}; run step {model}/{policy} first")
-    return plan
-
-
-def _variant(run: Run, policy: str, name: str, plan: Path) -> Record:
-    """The plan that is there, run in another way; depth 0 alone."""
-    args = run.args
-    tests = ("-p", args.p, "-n", args.n, "-r", args.r, "--threads", args.threads)
-    bench = run.atsc("bench", plan, *tests, *VARIANTS[name])
-    tokens = {row["test"]: row["avg_ts"] for row in bench["rows"]}
-    return {"policy": policy, "tok_s": tokens, "samples": bench["rows"], "flags": VARIANTS[name]}
-
-
-def _load(run: Run, plan: Path) -> Record:
-    """TPOT without and with each load; one that cannot be made does not hold up the others."""
-    args = run.args
-    options = ("-n", args.n, "--seconds", args.seconds, "--threads", args.threads)
-    found: Record = {"load": [], "errors": {}}
-    for load in args.loads.split(","):
-        try:
-            found["load"] += run.atsc("bench", plan, "--load", load, *options)["rows"]
-        except StepError as error:
-            found["errors"][load] = str(error)
-            _say(f"{plan.stem}/tensor+load, {load}: {error}")
-    if not found["load"]:
-        raise StepError("; ".join(found["errors"].values()))
-    return found
-
-
-def _series(run: Run, plan: Path) -> Record:
-    """Busy shares and rates over the last prefill chunk and the last decode step."""
-    trace = plan.with_name(f"{plan.stem}-trace.json")
-    tests = ("-p", run.args.p, "-n", 16, "-r", 1, "--threads", run.args.threads)
-    run.atsc("bench", plan, *tests, "--trace", trace)
-    events = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]
-    rounds = {}
-    for event in events:
-        if event["cat"] == "round":
-            rounds[event["name"].split()[0]] = event
-    found = {name: series_of(event, events) for name, event in rounds.items()}
-    return {"trace": str(trace), "rounds": found}
-
-
-def series_of(whole: Record, events: Sequence[Record], num_slices: int = NUM_SLICES) -> Record:
-    """A round in equal slices: the GPU's busy share and H2D bytes a second in each.
-
-    Args:
-        whole: the round's event of a trace; times in microseconds.
-        events: all events of the trace.
-        num_slices: how many.
-    """
-    width = whole["dur"] / num_slices
-    busy, rate = [0.0] * num_slices, [0.0] * num_slices
-    for event in events:
-        if event["cat"] not in ("device", "device wait", "copy") or not event["dur"]:
-            continue
-        for index in range(num_slices):
-            begin = whole["ts"] + index * width
-            shared = min(event["ts"] + event["dur"], begin + width) - max(event["ts"], begin)
-            if shared <= 0:
-                continue
-            if event["cat"] == "copy":
-                rate[index] += event["args"]["bytes"] / event["dur"] * shared / width * 1e6
-            else:  # a run lasts through its waits for weights
-                busy[index] += (1 if event["cat"] == "device" else -1) * shared / width
-    return {"round_us": whole["dur"], "gpu_busy": busy, "h2d_bytes_per_s": rate}
-
-
-def _placement(shown: Any) -> Record:
-    """Units and bytes that a decode step reads on each side."""
-    sides: Record = {}
-    for side in ("vram", "ram"):
-        units = [u for u in shown["units"] if u["residency"] == side and u["cost"]]
-        read = sum(sum(unit["cost"]["decode"]["bytes"]) for unit in units)
-        sides[side] = {"units": len(units), "read_bytes": read}
-    return sides
-
-
-def _row(run: Run, plan: Path, shown: Any, row: Any) -> Record:
-    """One test with its prediction, and the limit of decode: all bytes read once, at full rate."""
-    count = row["n_prompt"] or row["n_gen"]
-    depth = row["n_depth"] + (0 if row["n_prompt"] else count // 2)
-    prompt = ("--prompt", count) if row["n_prompt"] else ()
-    found = run.atsc("simulate", plan, "--depth", depth, *prompt) if shown["device"] else None
-    predicted = without = None
-    if found:
-        without = _predicted(found, row)
-        predicted = _predicted(found["dynamic"], row) if found["dynamic"] else without
-    measured = row["avg_ts"]
-    result = {
-        "test": row["test"],
-        "tok_s": measured,
-        "sd": row["stddev_ts"],
-        "predicted_tok_s": predicted,
-        "predicted_by_measured": _ratio(predicted, measured),
-        "predicted_tok_s_without_promotions": without,
-    }
-    limit = _decode_limit(run, _placement(shown)) if row["n_gen"] else None
-    return {**result, "limit_tok_s": limit, "share_of_limit": _ratio(measured, limit)}
-
-
-def _predicted(rounds: Record, row: Record) -> float:
-    """Tokens a second of a test, from what `simulate` says of it."""
-    if row["n_prompt"]:
-        return float(row["n_prompt"] / rounds["prompt_ns"] * 1e9)
-    return float(rounds["decode"]["tokens_per_s"])
-
-
-def _decode_limit(run: Run, placement: Record) -> float | None:
-    """Tokens a second if each side only read its bytes, one after the other; needs `limits`."""
-    limits = run.records.get("limits", {}).get("bytes_per_s", {})
-    seconds = 0.0
-    for side, rate in (("ram", limits.get("cpu")), ("vram", limits.get("vram"))):
-        if placement[side]["read_bytes"]:
-            if not rate:
-                return None
-            seconds += placement[side]["read_bytes"] / rate
-    return 1 / seconds if seconds else None
-
-
-def _ratio(value: float | None, other: float | None) -> float | None:
-    return round(value / other, 4) if value is not None and other else None
 
 
 def _table(records: dict[str, Record]) -> str:
@@ -536,10 +222,6 @@ def _table(records: dict[str, Record]) -> str:
 
 def _shown(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

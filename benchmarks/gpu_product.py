@@ -14,12 +14,10 @@ import sys
 from collections.abc import Iterable, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from gpu import Run
+from gpu_run import Record, Run
 
-Record = dict[str, Any]
 Span = tuple[float, float]
 WORDS = "One morning the river was higher than anybody had seen it, and the bridge was gone. "
 NUM_GENERATED = 24
@@ -49,9 +47,9 @@ def write_tokenizer(folder: Path) -> None:
         return
     names = ("unk_token", "continuing_subword_prefix", "end_of_word_suffix", "dropout")
     vocabulary = {char: index for index, char in enumerate(string.printable)}
-    model = {"type": "BPE", **dict.fromkeys(names), "vocab": vocabulary, "merges": []}
+    model: Record = {"type": "BPE", **dict.fromkeys(names), "vocab": vocabulary, "merges": []}
     parts = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor")
-    document = {"version": "1.0", **dict.fromkeys(parts), "added_tokens": []}
+    document: Record = {"version": "1.0", **dict.fromkeys(parts), "added_tokens": []}
     path.write_text(json.dumps({**document, "decoder": {"type": "Fuse"}, "model": model}))
 
 

@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import gpu
+import gpu_product
+import gpu_run
+import gpu_steps
 import pytest
 from gpu_plan import MIB, Shape, write_gpu_plan
 
@@ -46,7 +49,7 @@ def step(seconds: float, *command: object) -> gpu.Step:
 
 def done(tmp_path: Path, made: gpu.Step) -> Record:
     args = gpu._parser().parse_args(["--work", str(tmp_path)])
-    return gpu._do(made, gpu.Run(args, gpu.Clock(time.monotonic() + 60), {}))
+    return gpu._do(made, gpu_run.Run(args, gpu_run.Clock(time.monotonic() + 60), {}))
 
 
 def test_a_step_that_outlasts_its_budget_is_ended(tmp_path: Path) -> None:
@@ -75,7 +78,7 @@ def test_steps_are_selected_and_failures_are_written(tmp_path: Path) -> None:
 
 @pytest.mark.toolchain
 def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "LIMITS_MIB", 64)
+    monkeypatch.setattr(gpu_steps, "LIMITS_MIB", 64)
     code, (found,) = run(tmp_path, "--steps", "limits")
     assert code == 0
     assert found["bytes_per_s"]["cpu"] > 1e8
@@ -90,7 +93,7 @@ RATES = {"cpu": 40e9, "vram": 400e9}
 def fake_atsc(measured: float, peak_bytes: int) -> Any:
     """inspect and simulate are real, on a plan made by arithmetic; bench answers a figure."""
 
-    def atsc(run: gpu.Run, *arguments: object, watch: Any = None) -> Any:
+    def atsc(run: gpu_run.Run, *arguments: object, watch: Any = None) -> Any:
         command, *rest = map(str, arguments)
         if command == "compile":
             folder = Path(rest[rest.index("-o") + 1])
@@ -119,11 +122,11 @@ def fake_atsc(measured: float, peak_bytes: int) -> Any:
 def measured_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str) -> Record:
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "model.onnx").touch()
-    monkeypatch.setattr(gpu.Run, "atsc", fake_atsc(100.0, 300 * MIB))
+    monkeypatch.setattr(gpu_run.Run, "atsc", fake_atsc(100.0, 300 * MIB))
     args = gpu._parser().parse_args(["--work", str(tmp_path)])
     limits = {"limits": {"ok": True, "bytes_per_s": RATES}}
-    run = gpu.Run(args, gpu.Clock(time.monotonic() + 60, time.monotonic() + 60), limits)
-    return gpu._plan(run, "m", policy)
+    run = gpu_run.Run(args, gpu_run.Clock(time.monotonic() + 60, time.monotonic() + 60), limits)
+    return gpu_steps.measure_plan(run, "m", policy, "325M")
 
 
 @pytest.mark.toolchain
@@ -167,17 +170,17 @@ def test_predictions_are_with_promotions_where_there_are_any(
     static = {"prompt_ns": 4e9, "decode": {"tokens_per_s": 10.0}}
     moved = {"prompt_ns": 2e9, "decode": {"tokens_per_s": 15.0}}
     args = gpu._parser().parse_args(["--work", str(tmp_path)])
-    run = gpu.Run(args, gpu.Clock(time.monotonic() + 60), {})
+    run = gpu_run.Run(args, gpu_run.Clock(time.monotonic() + 60), {})
     shown = {"device": {"kind": "cuda"}, "units": []}
     row = {"test": "t", "n_depth": 0, "avg_ts": 12.0, "stddev_ts": 0.0}
     for dynamic, reading, writing in ((moved, 256, 15), (None, 128, 10)):
         document = {**static, "dynamic": dynamic}
-        monkeypatch.setattr(gpu.Run, "atsc", lambda *_, document=document: document)
+        monkeypatch.setattr(gpu_run.Run, "atsc", lambda *_, document=document: document)
         for test, expected, without in (
             ({"n_prompt": 512, "n_gen": 0}, reading, 128),
             ({"n_prompt": 0, "n_gen": 128}, writing, 10),
         ):
-            found = gpu._row(run, tmp_path, shown, {**row, **test})
+            found = gpu_steps._row(run, tmp_path, shown, {**row, **test})
             assert found["predicted_tok_s"] == expected
             assert found["predicted_tok_s_without_promotions"] == without
             assert found["predicted_by_measured"] == pytest.approx(expected / 12, abs=1e-4)
@@ -196,17 +199,17 @@ def test_a_variant_wants_the_plan_of_its_policy(
 ) -> None:
     measured_plan(tmp_path, monkeypatch, "tensor")
     args = gpu._parser().parse_args(["--work", str(tmp_path)])
-    run = gpu.Run(args, gpu.Clock(time.monotonic() + 60, time.monotonic() + 60), {})
+    run = gpu_run.Run(args, gpu_run.Clock(time.monotonic() + 60, time.monotonic() + 60), {})
     asked = []
 
-    def atsc(run: gpu.Run, *arguments: object) -> Any:
+    def atsc(run: gpu_run.Run, *arguments: object) -> Any:
         asked.append(arguments)
         return {"rows": [{"test": "tg128", "avg_ts": 12.5}]}
 
-    monkeypatch.setattr(gpu.Run, "atsc", atsc)
+    monkeypatch.setattr(gpu_run.Run, "atsc", atsc)
     assert gpu._after(run, "m", "tensor", "synchronous")["tok_s"] == {"tg128": 12.5}
     assert asked[0][-2:] == ("--rounds", "synchronous")
-    with pytest.raises(gpu.StepError, match="run step m/layer first"):
+    with pytest.raises(gpu_run.StepError, match="run step m/layer first"):
         gpu._after(run, "m", "layer", "synchronous")
 
 
@@ -216,15 +219,17 @@ def test_a_load_that_cannot_be_made_leaves_the_others(
     measured_plan(tmp_path, monkeypatch, "tensor")
     row = {"policy": "static", "without": {"tpot_median_ms": 40.0}, "increase_percent": 25.0}
 
-    def atsc(run: gpu.Run, command: str, plan: Path, flag: str, load: str, *more: object) -> Any:
+    def atsc(
+        run: gpu_run.Run, command: str, plan: Path, flag: str, load: str, *more: object
+    ) -> Any:
         assert (command, flag, more[:2]) == ("bench", "--load", ("-n", 128))
         if load == "gpu=60":
-            raise gpu.StepError("no GPU")
+            raise gpu_run.StepError("no GPU")
         return {"rows": [{**row, "load": load, "with": {"tpot_median_ms": 50.0}}]}
 
-    monkeypatch.setattr(gpu.Run, "atsc", atsc)
+    monkeypatch.setattr(gpu_run.Run, "atsc", atsc)
     args = gpu._parser().parse_args(["--work", str(tmp_path)])
-    run = gpu.Run(args, gpu.Clock(time.monotonic() + 60, time.monotonic() + 60), {})
+    run = gpu_run.Run(args, gpu_run.Clock(time.monotonic() + 60, time.monotonic() + 60), {})
     found = gpu._after(run, "m", "tensor", "load")
     assert ([row["load"] for row in found["load"]], found["errors"]) == (
         ["cpu=60"],
@@ -234,7 +239,7 @@ def test_a_load_that_cannot_be_made_leaves_the_others(
     assert "| m/tensor+load | | static, cpu=60: TPOT 40.0 to 50.0 ms, +25 % |" in table
     assert "| m/tensor+load | | gpu=60: no GPU |" in table
     args.loads = "gpu=60"
-    with pytest.raises(gpu.StepError, match="no GPU"):
+    with pytest.raises(gpu_run.StepError, match="no GPU"):
         gpu._after(run, "m", "tensor", "load")
 
 
@@ -256,8 +261,8 @@ def test_steps_of_a_plan_follow_it(tmp_path: Path) -> None:
 
 
 def test_failed_checks_fail_the_step(tmp_path: Path) -> None:
-    checks = [gpu.gpu_product.check("a", 2, 0, 1), gpu.gpu_product.check("b", 1, 0, 1)]
-    work = gpu.Step("s", 9, lambda run: gpu.gpu_product.judged(checks, figure=3))
+    checks = [gpu_product.check("a", 2, 0, 1), gpu_product.check("b", 1, 0, 1)]
+    work = gpu.Step("s", 9, lambda run: gpu_product.judged(checks, figure=3))
     found = done(tmp_path, work)
     assert (found["ok"], found["error"], found["figure"]) == (False, "a is 2", 3)
     table = gpu._table({"s": found})
@@ -274,7 +279,7 @@ def test_a_series_splits_events_over_slices() -> None:
         event("copy", 150, 100, bytes=5000),  # half of it after the round
         event("cpu", 100, 100),
     ]
-    found = gpu.series_of(event("round", 100, 100), events, 4)
+    found = gpu_steps.series_of(event("round", 100, 100), events, 4)
     assert found["gpu_busy"] == pytest.approx([10 / 25, 20 / 25, 20 / 25, 0])
     assert found["h2d_bytes_per_s"] == pytest.approx([0, 0, 50e6, 50e6])
 
@@ -294,7 +299,7 @@ def test_peak_vram_of_a_process() -> None:
             other.pid, other.usedGpuMemory = 8, 900
             return [ours, other]
 
-    peak = gpu.PeakVram()
+    peak = gpu_run.PeakVram()
     peak._nvml, peak._device, peak._before = Nvml(), None, 1000
     with peak.of(7):
         time.sleep(0.15)
