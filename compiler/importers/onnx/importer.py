@@ -24,6 +24,7 @@ from atsc.compiler.importers.onnx import (
     pointwise_rules,
     quantized_rules,
     shape_rules,
+    table_rules,
 )
 from atsc.compiler.importers.onnx.canonical.canonicalize import canonicalize
 from atsc.compiler.importers.onnx.dynamic_quantization import (
@@ -46,6 +47,7 @@ _RULES: Mapping[tuple[str, str], Rule] = {
         pointwise_rules,
         quantized_rules,
         shape_rules,
+        table_rules,
     )
     for rule in module.RULES
 }

@@ -147,7 +147,12 @@ def _matmul_nbits(lowering: Lowering, node: OnnxNode) -> None:
     emit_linear(lowering, node, node.rows(0), weight, node.optional_constant(5), level)
 
 
-def _token_ids(node: OnnxNode, index: int) -> str:
+def token_ids(node: OnnxNode, index: int) -> str:
+    """The name of the model's input_ids, which an input must be.
+
+    Raises:
+        ModelError: it is something else.
+    """
     operand = node.input(index)
     if not isinstance(operand, Symbol) or operand.kind != "ids":
         raise ModelError(f"input {index} is not the model's input_ids")
@@ -158,11 +163,11 @@ def gather_rows(lowering: Lowering, node: OnnxNode) -> None:
     """Gather on a float table by token id; shape_rules hands the other uses of Gather apart."""
     if node.attrs["axis"] != 0:
         raise ModelError(f"attribute axis is {node.attrs['axis']}, supported for tables: 0")
-    constant, ids = node.constant(0), _token_ids(node, 1)
+    constant, ids = node.constant(0), token_ids(node, 1)
     if len(constant.shape) == 3 and constant.shape[2] == 1:
         lowering.bind(node.output(), BlockOffsets(constant))
         return
-    _emit_embed(lowering, node, lowering.matrix(constant), ids)
+    emit_embed(lowering, node, lowering.matrix(constant), ids)
 
 
 def add_block_offsets(lowering: Lowering, node: OnnxNode, x: Rows, offsets: BlockOffsets) -> None:
@@ -207,13 +212,14 @@ def _points_of_offsets(offsets: Constant, scales: ArraySource, fmt: BlockFormat)
     return ArraySource(DType.F32, shape, read)
 
 
-def _emit_embed(lowering: Lowering, node: OnnxNode, table: str, ids: str) -> None:
+def emit_embed(lowering: Lowering, node: OnnxNode, table: str, ids: str) -> None:
+    """Rows of a weight [V, W] by token id."""
     lowering.emit("embed", node.name, (ids, table), node.output())
     lowering.bind(node.output(), Rows(node.output(), lowering.weights[table].shape[1]))
 
 
 def _gather_blocks(lowering: Lowering, node: OnnxNode) -> None:
-    data, ids = node.constant(0, floats=False), _token_ids(node, 1)
+    data, ids = node.constant(0, floats=False), token_ids(node, 1)
     scales = node.constant(2)
     points = None if node.input(3) is None else node.constant(3, floats=False)
     bits, block_size = node.attrs["bits"], node.attrs["block_size"]
@@ -236,7 +242,7 @@ def _gather_blocks(lowering: Lowering, node: OnnxNode) -> None:
             table = _nibble_weight(lowering, data, scales, points, block_size)
         else:
             table = lowering.matrix(dequantized(quantized, lowering.last_read))
-    _emit_embed(lowering, node, table, ids)
+    emit_embed(lowering, node, table, ids)
 
 
 def _nibble_weight(

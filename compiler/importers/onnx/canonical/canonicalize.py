@@ -6,6 +6,7 @@
     norms        RMSNorm, LayerNorm                  -> SimplifiedLayerNormalization and
                                                         LayerNormalization
     head_norms   norms of heads, one by one           -> one norm with weights of each head
+    tables       rows by token id along any axis     -> TableRows
     positions    rows added by position              -> AddPositions
     attention    Softmax or Attention-23, with rope, -> GroupQueryAttention
                  masks, caches, repeated heads
@@ -33,12 +34,14 @@ from atsc.compiler.importers.onnx.canonical.movements import rewrite_movements
 from atsc.compiler.importers.onnx.canonical.norms import rewrite_norms
 from atsc.compiler.importers.onnx.canonical.positions import rewrite_positions
 from atsc.compiler.importers.onnx.canonical.rounds import Rounds, readers
+from atsc.compiler.importers.onnx.canonical.tables import rewrite_tables
 from atsc.compiler.importers.onnx.canonical.weight_sums import rewrite_weight_sums
 
 _REWRITES = (
     rewrite_branches,
     rewrite_fused_products,
     rewrite_weight_sums,
+    rewrite_tables,
     rewrite_norms,
     rewrite_head_norms,
     rewrite_positions,

@@ -33,7 +33,7 @@ MOVEMENTS = (
     *("Identity", "Cast", "Dropout"),
 )
 """Operators of the default domain that only move elements, or change their float type."""
-_TABLES = {"Gather": "axis", "GatherBlockQuantized": "gather_axis"}
+TABLES = {"Gather": "axis", "GatherBlockQuantized": "gather_axis"}
 """Operators that may read a weight by token id, and the attribute that says along which axis."""
 SCATTERS = {"ScatterND": 2, "ScatterElements": 2, "TensorScatter": 1}
 """Operators of the default domain that write into their first input, and the slot of what."""
@@ -274,7 +274,9 @@ class Rounds:
             return _attention_shapes(node, shapes, at)
         if node.op_type == "AddPositions":
             return [shapes[0]]
-        if node.op_type in _TABLES and not self.is_data(node.inputs[0]):
+        if node.op_type == "TableRows":
+            return [(*shapes[1], _int(node, "width", 0) or 0)]
+        if node.op_type in TABLES and not self.is_data(node.inputs[0]):
             return [_gathered_shape(node, shapes[0], shapes[1])]
         if node.op_type in _SAME_SHAPE:
             return [shapes[0]] * len(node.outputs)
@@ -315,7 +317,7 @@ def _key_of(node: Node) -> tuple[str, str]:
 
 def _gathered_shape(node: Node, table: tuple[int, ...], places: tuple[int, ...]) -> tuple[int, ...]:
     """What a Gather makes of a table; codes in bytes are packed along the last axis."""
-    axis = _int(node, _TABLES[node.op_type], 0) or 0
+    axis = _int(node, TABLES[node.op_type], 0) or 0
     axis += len(table) if axis < 0 else 0
     elements = None if node.inputs[0] is None else node.inputs[0].dtype
     if node.op_type == "GatherBlockQuantized" and elements is onnx_ir.DataType.UINT8:

@@ -227,7 +227,10 @@ def test_blocks_across_rows_are_multiplied_out() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"gather_axis": 1}, "attribute gather_axis is 1, supported: 0 or -2"),
+        (
+            {"gather_axis": 1},
+            "rows of a table along axis 1: no Transpose behind it makes rows of 5",
+        ),
         ({"bits": 8}, "attribute bits is 8, elements of INT4 have 4"),
         ({"block_size": 24}, "attribute block_size is 24, supported: 16 or 32 or"),
         ({"block_size": 64}, r"scales scales have shape \[5, 2\], expected \[5, 1\]"),

@@ -83,7 +83,7 @@ CASES: dict[str, tuple[str, list[str], dict[str, object], str]] = {
     "columns gathered": (
         "GatherBlockQuantized", ["codes", "input_ids", "scales"],
         {"gather_axis": 1, "quantize_axis": 2},
-        "attribute gather_axis is 1, supported: 0 or -2; attribute quantize_axis is 2",
+        "rows of a table along axis 1: no Transpose behind it makes rows of 160",
     ),
     "cache that is written in place": (
         "ScatterND", ["x", "order", "row"], {}, "operator ScatterND is not supported"
