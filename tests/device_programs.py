@@ -14,6 +14,8 @@ from atsc.codegen.render import render
 SOURCES = Path(__file__).parent / "runtime" / "device"
 RUNTIME_UNITS = (
     "cuda_driver",
+    "cuda_graph",
+    "cuda_launches",
     "cuda_rounds",
     "device",
     "device_cuda",
