@@ -32,6 +32,7 @@ import atsc.passes
 from atsc.codegen import layout
 from atsc.codegen.storage import StoredUnit
 from atsc.compiler import plan
+from atsc.compiler.check_plan import Progress, check_content, check_weights
 from atsc.compiler.errors import CodegenError, PlanError
 
 WEIGHTS = "weights.bin"
@@ -125,7 +126,7 @@ class PlanFolder:
         self,
         units: Sequence[StoredUnit],
         source_files: Iterable[str | Path] = (),
-        progress: plan.Progress | None = None,
+        progress: Progress | None = None,
         other: Path | None = None,
     ) -> WeightsFile:
         """Write weights.bin unit by unit, or link that of the plan that is replaced or of another.
@@ -174,7 +175,7 @@ class PlanFolder:
         manifest = dataclasses.replace(manifest, files=dict(sorted(self._files.items())))
         with _writing(self.output):
             plan.save(manifest, self.path)
-            plan.check_content(plan.load(self.path), self.path)
+            check_content(plan.load(self.path), self.path)
             _flush(self.path)
             check_output(self.output)
             _put(self.path, self.output)
@@ -182,15 +183,15 @@ class PlanFolder:
         return self.output
 
     def _link_weights(
-        self, source: Path, key: str, progress: plan.Progress | None
+        self, source: Path, key: str, progress: Progress | None
     ) -> WeightsFile | None:
         """Another plan's weights.bin, if it is what would be written."""
         try:
             old = plan.load(source)
             if old.weights_key != key or old.weights != WEIGHTS:
                 return None
-            plan.check_content(old, source)
-            plan.check_weights(old, source, progress)
+            check_content(old, source)
+            check_weights(old, source, progress)
             os.link(source / WEIGHTS, self.path / WEIGHTS)
         except (PlanError, OSError):
             return None
@@ -198,7 +199,7 @@ class PlanFolder:
         return WeightsFile(file.bytes, tuple(unit.crc32 for unit in old.units), key, True)
 
     def _stream_weights(
-        self, units: Sequence[StoredUnit], key: str, progress: plan.Progress | None
+        self, units: Sequence[StoredUnit], key: str, progress: Progress | None
     ) -> WeightsFile:
         total = units[-1].offset + units[-1].bytes if units else 0
         free = shutil.disk_usage(self.path).free

@@ -15,6 +15,7 @@ from atsc.codegen.package import PlanFolder, WeightsFile
 from atsc.codegen.storage import StoredUnit
 from atsc.codegen.tables import Cache, TableInputs, tables_source
 from atsc.compiler import plan
+from atsc.compiler.check_plan import Progress
 from atsc.compiler.compilation import Compilation
 from atsc.compiler.isa import platform_name
 from atsc.compiler.version import atsc_version
@@ -30,7 +31,7 @@ def write_compiled(
     annotation: Annotation | None,
     device: DeviceTables | None,
     output: Path,
-    progress: plan.Progress | None = None,
+    progress: Progress | None = None,
     weights_of: Path | None = None,
 ) -> Path:
     """Write the plan folder.

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from numpy.typing import NDArray
 
 from atsc.compiler import plan as manifests
+from atsc.compiler.check_plan import check_plan, read_file
 from atsc.compiler.errors import PlanError, UsageError
 from atsc.runtime import capi, tensors
 from atsc.runtime.rounds import Change, Event, change_of, event_of
@@ -83,7 +84,7 @@ def load(
         DeviceError: memory or threads are not to be had.
     """
     directory = Path(path)
-    manifest = manifests.check(directory, expected_sha256=expected_sha256)
+    manifest = check_plan(directory, expected_sha256=expected_sha256)
     if vram is not None and not manifest.target.get("gpu"):
         raise UsageError(f"vram: {directory} is a plan for the CPU alone; leave vram out")
     for name, number in (("threads", threads), ("sessions", sessions)):
@@ -148,7 +149,7 @@ class Plan(Closing):
         self.directory = directory
         self.manifest = manifest
         name = str(directory / manifest.library)
-        content = manifests.read_file(directory, manifest, manifest.library)
+        content = read_file(directory, manifest, manifest.library)
         self._library: capi.Library | None = capi.Library(content, name)
         self._handle = capi.Handle()
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from atsc.compiler import plan as manifests
+from atsc.compiler.check_plan import read_file
 from atsc.compiler.errors import PlanError, UsageError
 
 FOLDER = "tokenizer"
@@ -27,7 +28,7 @@ def load_tokenizer(directory: Path, manifest: manifests.Manifest) -> Tokenizer:
         path = f"{FOLDER}/{name}"
         if path not in manifest.files:
             return None
-        return manifests.read_file(directory, manifest, path)
+        return read_file(directory, manifest, path)
 
     definition = read("tokenizer.json")
     if definition is None:

@@ -26,10 +26,10 @@ def add(parsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Do it."""
-    from atsc.compiler import plan
+    from atsc.compiler.check_plan import check_plan
 
     directory = existing(args.plan, "plan folder", PlanError)
-    manifest = plan.check(
+    manifest = check_plan(
         directory, full=args.full, expected_sha256=args.sha256, progress=console.progress
     )
     size = sum(file.bytes for file in manifest.files.values())

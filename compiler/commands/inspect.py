@@ -35,11 +35,12 @@ def add(parsers: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace, console: Console) -> int:
     """Do it."""
     from atsc.compiler import plan
+    from atsc.compiler.check_plan import check_content
     from atsc.compiler.commands.choices import choices_of
     from atsc.compiler.commands.memory_table import host_regions, vram_regions
 
     manifest = plan.load(existing(args.plan, "plan folder", PlanError))
-    plan.check_content(manifest, args.plan)
+    check_content(manifest, args.plan)
     if manifest.graph is not None:
         if args.html:
             raise UsageError(f"--html: {args.plan} is no language model and has no placement map")

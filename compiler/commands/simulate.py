@@ -119,10 +119,11 @@ class Prediction:
 def run(args: argparse.Namespace, console: Console) -> int:
     """Do it."""
     from atsc.compiler import plan
+    from atsc.compiler.check_plan import check_content
 
     refuse_general(args.plan, "simulate")
     manifest = plan.load(existing(args.plan, "plan folder", PlanError))
-    plan.check_content(manifest, args.plan)
+    check_content(manifest, args.plan)
     setting = _setting(args, manifest, console)
     document: dict[str, Any] = {
         "plan": str(args.plan),

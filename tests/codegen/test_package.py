@@ -18,6 +18,7 @@ import pytest
 from atsc.codegen import layout, package
 from atsc.codegen.storage import Storage, StoredUnit
 from atsc.compiler import isa, plan
+from atsc.compiler.check_plan import check_plan
 from atsc.compiler.errors import CodegenError, PlanError
 from atsc.compiler.ir import ArraySource, BlockFormat, DType, FloatFormat, Weight
 
@@ -96,7 +97,7 @@ def test_a_plan_is_written_and_checks(tmp_path: Path) -> None:
     output = tmp_path / "mödel plan.atsplan"
     seen: list[tuple[str, int, int]] = []
     write(output, progress=lambda *args: seen.append(args))
-    manifest = plan.check(output, full=True)
+    manifest = check_plan(output, full=True)
     assert names(tmp_path) == [output.name]
     assert list(manifest.files) == ["libplan.so", "weights.bin"]
     assert seen[-1][2] == manifest.files["weights.bin"].bytes == small_storage().num_bytes
@@ -160,7 +161,7 @@ def test_an_interrupt_leaves_the_old_plan_or_nothing(
     assert names(tmp_path) == (["plan"] if old else [])
     if old:
         assert (output / "libplan.so").read_bytes() == b"old"
-        plan.check(output, full=True)
+        check_plan(output, full=True)
 
 
 @pytest.mark.parametrize("exchange", [True, False])
@@ -171,7 +172,7 @@ def test_replacing_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, excha
     for library in (b"old", b"new and longer"):
         write(output, library=library)
         assert names(tmp_path) == ["plan"]
-        plan.check(output, full=True)
+        check_plan(output, full=True)
     assert (output / "libplan.so").read_bytes() == b"new and longer"
 
 
@@ -227,7 +228,7 @@ def test_an_empty_folder_and_a_damaged_plan_are_replaced(tmp_path: Path) -> None
     write(output)
     (output / "libplan.so").unlink()
     write(output)
-    plan.check(output, full=True)
+    check_plan(output, full=True)
 
 
 def test_a_linked_output_is_written_where_it_leads(tmp_path: Path) -> None:
@@ -246,7 +247,7 @@ def test_replanning_links_weights(tmp_path: Path) -> None:
     inode = (output / package.WEIGHTS).stat().st_ino
     assert write(output, library=b"for another budget", source_files=[source])
     assert (output / package.WEIGHTS).stat().st_ino == inode
-    plan.check(output, full=True)
+    check_plan(output, full=True)
 
 
 @pytest.mark.parametrize("change", ["source", "units", "damage", "no sources"])
@@ -265,7 +266,7 @@ def test_replanning_writes_weights_where_they_may_differ(tmp_path: Path, change:
         (output / package.WEIGHTS).write_bytes(data)
     sources = [] if change == "no sources" else [source]
     assert not write(output, storage, source_files=sources)
-    plan.check(output, full=True)
+    check_plan(output, full=True)
 
 
 def test_companions_travel_as_files(tmp_path: Path) -> None:
@@ -282,7 +283,7 @@ def test_companions_travel_as_files(tmp_path: Path) -> None:
             folder.add_companions([tmp_path / "tokenizer.json"])
         folder.commit(manifest_of(storage, weights))
     assert not (tmp_path / "plan/tokenizer/tokenizer.json").is_symlink()
-    plan.check(tmp_path / "plan")
+    check_plan(tmp_path / "plan")
 
 
 def test_a_missing_companion_is_named(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 from small_plan import write_plan
 
-from atsc.compiler import cli, driver, plan
+from atsc.compiler import cli, driver
+from atsc.compiler.check_plan import check_plan
 from atsc.compiler.commands.compile import _unused_gpu
 from atsc.compiler.commands.console import Console, ProgressBar, format_size, parse_size, table
 from atsc.compiler.errors import ModelError, UsageError
@@ -350,7 +351,7 @@ def test_no_progress_where_there_is_no_terminal() -> None:
 
 
 def test_the_plan_of_these_tests_is_one(folder: Path) -> None:
-    plan.check(folder, full=True)
+    check_plan(folder, full=True)
 
 
 @pytest.mark.parametrize(

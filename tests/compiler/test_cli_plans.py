@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from atsc.compiler import cli, plan
+from atsc.compiler import cli
+from atsc.compiler.check_plan import check_plan
 
 pytestmark = pytest.mark.toolchain
 
@@ -133,7 +134,7 @@ def test_replanning_links_the_weights(
     before = (folder / "weights.bin").stat().st_ino
     document(capsys, "compile", model, "-o", folder, "--ctx", "200", "--chunk", "32")
     assert (folder / "weights.bin").stat().st_ino == before
-    assert plan.check(folder, full=True).options.chunk == 32
+    assert check_plan(folder, full=True).options.chunk == 32
     document(capsys, "run", folder, "-p", "Hello", "-n", "2")
 
 

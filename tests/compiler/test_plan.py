@@ -14,6 +14,7 @@ import pytest
 from small_plan import LIBRARY, UNITS, write_plan
 
 from atsc.compiler import isa, plan
+from atsc.compiler.check_plan import check_plan, read_file
 from atsc.compiler.errors import PlanError
 
 
@@ -32,7 +33,7 @@ def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 def refusal(folder: Path, **options: Any) -> str:
     with pytest.raises(PlanError) as caught:
-        plan.check(folder, **options)
+        check_plan(folder, **options)
     message = str(caught.value)
     assert "\n" not in message
     assert ";" in message, "says what to do"
@@ -42,7 +43,7 @@ def refusal(folder: Path, **options: Any) -> str:
 def test_round_trip(tmp_path: Path) -> None:
     manifest = write_plan(tmp_path / "plan")
     assert plan.load(tmp_path / "plan") == manifest
-    assert plan.check(tmp_path / "plan") == manifest
+    assert check_plan(tmp_path / "plan") == manifest
     assert manifest.memory.peak_bytes == 8192 + 4096 + 1024
     with pytest.raises(dataclasses.FrozenInstanceError):
         manifest.isa = "x86-64-v2"  # type: ignore[misc]
@@ -50,16 +51,16 @@ def test_round_trip(tmp_path: Path) -> None:
 
 def test_a_whole_plan_passes_in_full_and_reports_progress(folder: Path) -> None:
     seen: list[tuple[str, int, int]] = []
-    manifest = plan.check(folder, full=True, progress=lambda *args: seen.append(args))
+    manifest = check_plan(folder, full=True, progress=lambda *args: seen.append(args))
     total = manifest.files["weights.bin"].bytes
     assert seen[-1] == ("checking weights", total, total)
     digest = hashlib.sha256((folder / "plan.json").read_bytes()).hexdigest()
-    assert plan.check(folder, expected_sha256=digest.upper()) == manifest
+    assert check_plan(folder, expected_sha256=digest.upper()) == manifest
 
 
 def test_the_folder_may_be_reached_through_a_link(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(folder, target_is_directory=True)
-    plan.check(tmp_path / "link", full=True)
+    check_plan(tmp_path / "link", full=True)
 
 
 def test_what_is_no_plan(folder: Path, tmp_path: Path) -> None:
@@ -104,7 +105,7 @@ def test_a_flipped_bit_in_a_unit_is_found_by_full(folder: Path, unit: str, at: i
     weights = bytearray((folder / "weights.bin").read_bytes())
     weights[entry.offset + (at if at >= 0 else entry.bytes - 1)] ^= 0x80
     (folder / "weights.bin").write_bytes(weights)
-    plan.check(folder)
+    check_plan(folder)
     assert f"unit {unit} is damaged" in refusal(folder, full=True)
 
 
@@ -134,7 +135,7 @@ def test_another_interface(folder: Path, interface: int, oldest: int, serves: bo
     """Said before the fields are read, which another version may have changed."""
     edit(folder, lambda data: data.update(interface=interface, oldest_interface=oldest))
     if serves:
-        assert plan.check(folder).interface == interface
+        assert check_plan(folder).interface == interface
         return
     edit(folder, lambda data: data.update(new_later=True))
     assert (
@@ -157,10 +158,10 @@ def test_another_platform(folder: Path) -> None:
 def test_a_cpu_without_the_level(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     everything = frozenset().union(*isa.ISA_FLAGS.values())
     edit(folder, lambda data: data.update(isa="x86-64-v3"))
-    monkeypatch.setattr(plan, "cpu_flags", lambda: everything - {"avx2", "fma"})
+    monkeypatch.setattr("atsc.compiler.check_plan.cpu_flags", lambda: everything - {"avx2", "fma"})
     assert "this one lacks avx2, fma" in refusal(folder)
-    monkeypatch.setattr(plan, "cpu_flags", lambda: everything)
-    plan.check(folder)
+    monkeypatch.setattr("atsc.compiler.check_plan.cpu_flags", lambda: everything)
+    check_plan(folder)
     edit(folder, lambda data: data.update(isa="x86-64-v9"))
     assert "x86-64-v9, which this atsc does not know" in refusal(folder)
 
@@ -251,11 +252,11 @@ def test_text_that_is_no_manifest(folder: Path, text: bytes) -> None:
 
 
 def test_read_file_gives_only_what_was_compiled(folder: Path) -> None:
-    manifest = plan.check(folder)
-    assert plan.read_file(folder, manifest, "libplan.so") == LIBRARY
+    manifest = check_plan(folder)
+    assert read_file(folder, manifest, "libplan.so") == LIBRARY
     (folder / "libplan.so").write_bytes(LIBRARY[::-1])
     with pytest.raises(PlanError, match="sha256 differs"):
-        plan.read_file(folder, manifest, "libplan.so")
+        read_file(folder, manifest, "libplan.so")
 
 
 def test_levels_contain_the_levels_below() -> None:

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atsc.compiler import plan
+from atsc.compiler.check_plan import check_content
 from atsc.compiler.errors import PlanError
 from atsc.compiler.plan_json import encode_manifest
 
@@ -48,7 +49,7 @@ def test_round_trip(tmp_path: Path) -> None:
         written = write_gpu_plan(tmp_path / name, vram_bytes=vram_bytes)
         assert plan.load(tmp_path / name) == written
         assert (written.device is None) == (vram_bytes is None)
-        plan.check_content(written, tmp_path / name)
+        check_content(written, tmp_path / name)
 
 
 def test_rungs_get_better_and_the_last_is_what_the_units_say(tmp_path: Path) -> None:
@@ -86,6 +87,6 @@ def test_damage(tmp_path: Path, change: Callable[[Any], object], message: str) -
     change(data)
     (tmp_path / "p" / "plan.json").write_text(json.dumps(data))
     with pytest.raises(PlanError) as caught:
-        plan.check_content(plan.load(tmp_path / "p"), tmp_path / "p")
+        check_content(plan.load(tmp_path / "p"), tmp_path / "p")
     assert message in str(caught.value)
     assert ";" in str(caught.value)
