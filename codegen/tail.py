@@ -31,11 +31,17 @@ ELEMENT_BYTES: dict[ElementType, int] = {
 }  # fmt: skip
 
 
+_WIDE = ("-march=x86-64-v4", "-mprefer-vector-width=512")
 LEVELS: dict[str, tuple[str, ...]] = {
     "avx2": ("-march=x86-64-v3",),
-    "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
+    "avxvnni": ("-march=x86-64-v3", "-mavxvnni"),
+    "avx512": _WIDE,
+    "avx512vnni": (*_WIDE, "-mavx512vnni"),
 }
 """Levels of codegen/cpu.py that kernels of general graphs know, with their compiler flags."""
+FLOAT_LEVELS = ("avx2", "avx512")
+"""Those of kernels to which VNNI is of no use."""
+_BELOW = {"avxvnni": "avx2", "avx512vnni": "avx512"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +72,13 @@ class TailKernel:
     flags share a translation unit. Without any, the source is a unit of its own."""
     flags: tuple[str, ...] = ()
     """Compiler flags beyond those of every kernel."""
-    has_levels: bool = False
-    """Compiled once for each of LEVELS; the source then names its function ATSC_LEVEL(name)."""
+    levels: tuple[str, ...] = ()
+    """Compiled once for each of them; the source then names its function ATSC_LEVEL(name)."""
+
+    def own_level(self, level: str) -> str:
+        """A level, or the one below it that the kernel has."""
+        return level if level in (self.levels or FLOAT_LEVELS) else _BELOW[level]
 
     def symbol(self, level: str) -> str:
         """The function's name at a level."""
-        return f"{self.name}__{level}" if self.has_levels else self.name
+        return f"{self.name}__{self.own_level(level)}" if self.levels else self.name

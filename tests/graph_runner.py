@@ -103,19 +103,19 @@ def compile_model(model: onnx.ModelProto) -> GraphRunner:
 
 
 def _units(kernels: list[TailKernel], level: str) -> list[Unit]:
-    groups: dict[tuple[tuple[str, ...], tuple[str, ...]], list[TailKernel]] = {}
+    groups: dict[tuple[tuple[str, ...], tuple[str, ...], str], list[TailKernel]] = {}
     for kernel in kernels:
-        key = (kernel.headers or (kernel.name,), kernel.flags)
+        key = (kernel.headers or (kernel.name,), kernel.flags, kernel.own_level(level))
         groups.setdefault(key, []).append(kernel)
     units = []
-    for (headers, flags), group in groups.items():
+    for (headers, flags, own_level), group in groups.items():
         own = bool(group[0].headers)
         source = "".join(header_text(name) for name in headers) if own else ""
         source += "\n".join(kernel.source for kernel in group)
-        unit_flags = (*LEVELS[level], *FLAGS, *flags)
+        unit_flags = (*LEVELS[own_level], *FLAGS, *flags)
         units.append(Unit("graph" if own else group[0].name, source, unit_flags))
-    tiles = [unit for unit in tile_units(FLAGS) if unit.name.endswith(level)]
-    return [*units, *(tiles if any(kernel.has_levels for kernel in kernels) else [])]
+    wanted = tuple(f"__{kernel.own_level(level)}" for kernel in kernels if kernel.levels)
+    return [*units, *(unit for unit in tile_units(kernels, FLAGS) if unit.name.endswith(wanted))]
 
 
 def _numpy_type(dtype: str) -> np.dtype:

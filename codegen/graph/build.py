@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,13 +21,14 @@ from atsc.codegen.graph.tables import graph_tables_source
 from atsc.codegen.graph.tensor import Buffer
 from atsc.codegen.layout import align
 from atsc.codegen.render import BANNER
-from atsc.codegen.tail import LEVELS, TailKernel
+from atsc.codegen.tail import FLOAT_LEVELS, LEVELS, TailKernel
 from atsc.codegen.toolchain import Compiler, Unit, compile_units, find_compiler, link_library
 from atsc.compiler.tensor_graph import TensorGraph
 
 KERNEL_FLAGS = ("-mtune=generic", "-fno-trapping-math")
 """No kernel looks at the exceptions that traps are about, and choices become vectors without."""
-TILE_HEADERS = ("level.h", "tile_f32.h")
+_TILE_OF = {"product.h": "tile_f32.h", "product_i8.h": "tile_i8.h"}
+"""By the header that declares it."""
 _KERNELS_OF_UNIT = 6
 _CONSTANT_ALIGNMENT = 64
 
@@ -124,34 +125,43 @@ def _distinct(program: Program) -> list[TailKernel]:
 
 def _units(program: Program) -> list[Unit]:
     """Translation units: kernels of the same headers and flags, a few in each."""
-    groups: dict[tuple[tuple[str, ...], tuple[str, ...], bool], list[TailKernel]] = {}
+    groups: dict[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], list[TailKernel]] = {}
     units = []
     for kernel in _distinct(program):
         if kernel.headers:
-            key = (kernel.headers, kernel.flags, kernel.has_levels)
+            key = (kernel.headers, kernel.flags, kernel.levels)
             groups.setdefault(key, []).append(kernel)
         else:
             flags = (*LEVELS["avx2"], *KERNEL_FLAGS, *kernel.flags)
             units.append(Unit(kernel.name, kernel.source, flags))
-    for (headers, flags, has_levels), kernels in groups.items():
+    for (headers, flags, levels), kernels in groups.items():
         head = "".join(map(header_text, headers))
         for begin in range(0, len(kernels), _KERNELS_OF_UNIT):
             part = kernels[begin : begin + _KERNELS_OF_UNIT]
             text = "\n".join([BANNER.format(name="graph"), head, *(k.source for k in part)])
-            units += _at_levels(f"graph_{part[0].name}", text, flags, has_levels)
-    if any(has_levels for _, _, has_levels in groups):
-        units += tile_units()
-    return units
+            units += _at_levels(f"graph_{part[0].name}", text, flags, levels)
+    return [*units, *tile_units(_distinct(program))]
 
 
-def tile_units(flags: tuple[str, ...] = ()) -> list[Unit]:
+def tile_units(kernels: Iterable[TailKernel], flags: tuple[str, ...] = ()) -> list[Unit]:
     """The register tiles that products of matrices call; the same for all graphs."""
-    return _at_levels("graph_tile_f32", "".join(map(header_text, TILE_HEADERS)), flags, True)
-
-
-def _at_levels(name: str, text: str, flags: tuple[str, ...], has_levels: bool) -> list[Unit]:
+    called = {
+        _TILE_OF[header] for kernel in kernels for header in kernel.headers if header in _TILE_OF
+    }
     return [
-        Unit(f"{name}__{level}" if has_levels else name, text, (*own, *KERNEL_FLAGS, *flags))
-        for level, own in LEVELS.items()
-        if has_levels or level == "avx2"
+        unit
+        for tile in sorted(called)
+        for unit in _at_levels(
+            f"graph_{tile.removesuffix('.h')}",
+            "".join(map(header_text, ("level.h", tile))),
+            flags,
+            FLOAT_LEVELS if tile == "tile_f32.h" else tuple(LEVELS),
+        )
+    ]
+
+
+def _at_levels(name: str, text: str, flags: tuple[str, ...], levels: tuple[str, ...]) -> list[Unit]:
+    return [
+        Unit(f"{name}__{level}" if levels else name, text, (*LEVELS[level], *KERNEL_FLAGS, *flags))
+        for level in levels or ("avx2",)
     ]

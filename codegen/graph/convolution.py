@@ -104,7 +104,7 @@ def _framed_convolution(
     left = reshaped(g, weight, (Dim.of(1), Dim.of(group), per_group, depth * taps))
     right = WindowsRight(frame.stored(g, image.shape[0] * image.shape[1]), depth, per_group)
     batch = (image.shape[0], Dim.of(group))
-    made = Product(left, right, batch, product(windows.outputs)).tensor()
+    made = Product(batch, per_group, product(windows.outputs), left, right).tensor()
     return reshaped(g, made, shape)
 
 

@@ -15,7 +15,7 @@ FINISHING = frozenset(
         *("Tanh", "Sigmoid", "Relu", "Sign", "Add", "Sub", "Mul", "Div", "Min", "Max", "Sum"),
         *("PRelu", "Clip", "Pow", "Mean", "Identity", "Cast", "Where", "Dropout"),
         *("Equal", "Less", "Greater", "LessOrEqual", "GreaterOrEqual", "BatchNormalization"),
-        *("Reshape", "Flatten", "Squeeze", "Unsqueeze"),
+        *("Reshape", "Flatten", "Squeeze", "Unsqueeze", "QuantizeLinear", "DequantizeLinear"),
     )
 )
 """Operators whose rules take a product of matrices that is not stored: products.py."""

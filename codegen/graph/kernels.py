@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from atsc.codegen.graph.tensor import C_TYPES, Buffer, Code, Index, Tensor, c_index, c_type, linear
 from atsc.codegen.render import TEMPLATES
-from atsc.codegen.tail import TailKernel, TensorType
+from atsc.codegen.tail import FLOAT_LEVELS, LEVELS, TailKernel, TensorType
 from atsc.compiler.dims import Dim, product
 
 _GEMM_ROWS, _GEMM_COLUMNS = 96, 64  # kTileRows, kTileColumns of templates/graph/gemm.h
@@ -156,7 +156,9 @@ def finished_call(
     flags: tuple[str, ...] = (),
 ) -> Call:
     """A kernel from its statements, which write to `out`."""
-    has_levels = "level.h" in code.headers
+    levels: tuple[str, ...] = ()
+    if "level.h" in code.headers:
+        levels = tuple(LEVELS) if "product_i8.h" in code.headers else FLOAT_LEVELS
     inputs = tuple(code.buffers)
     head = []
     for buffer, name in code.buffers.items():
@@ -187,7 +189,7 @@ def finished_call(
     rename = {symbol: Dim.of(local) for symbol, local in symbols.items()}
     kernel = TailKernel(
         name=name,
-        source=f'extern "C" int32_t {f"ATSC_LEVEL({name})" if has_levels else name}{text}',
+        source=f'extern "C" int32_t {f"ATSC_LEVEL({name})" if levels else name}{text}',
         headers=tuple(code.headers),
         inputs=tuple(_type_of(buffer, rename) for buffer in inputs),
         outputs=(_type_of(target, rename),),
@@ -196,7 +198,7 @@ def finished_call(
         workspace_bytes=Dim.of(workspace).substitute(rename),
         item_cost=item_cost.substitute(rename),
         flags=flags,
-        has_levels=has_levels,
+        levels=levels,
     )
     return Call(node, kernel, inputs, (target,), tuple(Dim.of(symbol) for symbol in symbols))
 

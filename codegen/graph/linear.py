@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from atsc.codegen.graph.elementwise import FLOATS, cast, elementwise
+from atsc.codegen.graph.integers import code_product
 from atsc.codegen.graph.kernels import product_call
 from atsc.codegen.graph.lower import Lowering, RefusedError, Rule
 from atsc.codegen.graph.moves import reshaped, transposed, unsqueezed
@@ -37,7 +39,9 @@ def pending_product(g: Lowering, left: Tensor, right: Tensor) -> Tensor:
     g.agree(left.shape[-1], right.shape[-2], "the sizes that are summed over")
     if left.dtype == right.dtype == "float32":
         left = left if left.view is not None else g.store(left)
-        return Product(left, g.packed(right) or LooseRight(right), batch, right.shape[-1]).tensor()
+        return Product(
+            batch, left.shape[-2], right.shape[-1], left, g.packed(right) or LooseRight(right)
+        ).tensor()
     target = g.buffer(left.dtype, (*batch, left.shape[-2], right.shape[-1]))
     g.calls.append(product_call(g.node, left, right, target, batch))
     return stored(target)
@@ -52,6 +56,16 @@ def _batched(g: Lowering, x: Tensor, batches: int) -> Tensor:
 
 def _matmul(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
     left, right = x
+    if (made := dequantised_product(g, left, right)) is not None:
+        return made
+    return _as_matrices(g, left, right, pending_product)
+
+
+Multiply = Callable[[Lowering, Tensor, Tensor], Tensor]
+
+
+def _as_matrices(g: Lowering, left: Tensor, right: Tensor, multiply: Multiply) -> Tensor:
+    """Vectors as matrices of one row or column."""
     if left.rank == 0 or right.rank == 0:
         raise RefusedError("a scalar operand")
     is_row, is_column = left.rank == 1, right.rank == 1
@@ -59,7 +73,7 @@ def _matmul(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
         left = unsqueezed(g, left, [0])
     if is_column:
         right = unsqueezed(g, right, [1])
-    result = pending_product(g, left, right)
+    result = multiply(g, left, right)
     shape = list(result.shape)
     if is_column:
         shape.pop()
@@ -75,7 +89,8 @@ def _gemm(g: Lowering, node: OnnxNode, x: list[Any]) -> Tensor:
         raise RefusedError(f"operands of type {left.dtype}")
     left = transposed(left, [1, 0]) if node.attrs.get("transA", 0) else left
     right = transposed(right, [1, 0]) if node.attrs.get("transB", 0) else right
-    result = pending_product(g, left, right)
+    result = dequantised_product(g, left, right)
+    result = pending_product(g, left, right) if result is None else result
     result = _times(g, result, node.attrs.get("alpha", 1.0))
     if bias is not None:
         result = binary(g, result, _times(g, bias, node.attrs.get("beta", 1.0)), "{0} + {1}")
@@ -97,11 +112,54 @@ def without_zero_point(g: Lowering, x: Tensor, zero: Tensor | None, rows: bool) 
     return elementwise(g, [x, zero], "int32", lambda a, b: f"{a} - {b}")
 
 
+def integer_product(
+    g: Lowering, left: Tensor, left_zero: Tensor | None, right: Tensor, right_zero: Tensor | None
+) -> Tensor:
+    """MatMulInteger: the exact product of integers less their zero points, as int32."""
+
+    def multiply(g: Lowering, a: Tensor, b: Tensor) -> Tensor:
+        if b.rank == 2 and a.rank > 2 and (left_zero is None or left_zero.size == Dim.of(1)):
+            source = g.store(a)
+            rows = stored(source.buffer, (product(a.shape[:-1]), a.shape[-1]))
+            return reshaped(g, multiply(g, rows, b), (*a.shape[:-1], b.shape[-1]))
+        batches = max(a.rank, b.rank) - 2
+        a, b = (_batched(g, x, batches) for x in (a, b))
+        made = code_product(g, a, left_zero, b, right_zero)
+        if made is not None:
+            return made
+        a = without_zero_point(g, a, left_zero, True)
+        b = without_zero_point(g, b, right_zero, False)
+        return matrix_product(g, a, b)
+
+    return _as_matrices(g, left, right, multiply)
+
+
+def dequantised_product(g: Lowering, left: Tensor, right: Tensor) -> Tensor | None:
+    """A product of floats that stand for integers, by those; None where they do not.
+
+    One scale for the left operand, one or one a column for the right one: the product of integers
+    is exact, and scaled once.
+    """
+    a, b = left.quantised, right.quantised
+    if a is None or b is None or min(left.rank, right.rank) < 2:
+        return None
+    if a.axis is not None or (b.axis is not None and b.axis != right.rank - 1):
+        return None
+    total = integer_product(
+        g, a.codes, without_dimensions(g, a.zero), b.codes, without_dimensions(g, b.zero)
+    )
+    scale = binary(g, without_dimensions(g, a.scale), without_dimensions(g, b.scale), "{0} * {1}")
+    return binary(g, cast(g, total, "float32"), scale, "{0} * {1}")
+
+
+def without_dimensions(g: Lowering, x: Any) -> Any:
+    """A parameter, which has no dimensions if it is of the whole tensor."""
+    return reshaped(g, x, ()) if x is not None and x.rank == 1 and x.size == Dim.of(1) else x
+
+
 def _matmul_integer(g: Lowering, node: OnnxNode, x: list[Any]) -> Tensor:
-    zeros = [*x[2:], None, None][:2]
-    left = without_zero_point(g, x[0], zeros[0], True)
-    right = without_zero_point(g, x[1], zeros[1], False)
-    return _matmul(g, node, [left, right])
+    left_zero, right_zero = [*x[2:], None, None][:2]
+    return integer_product(g, x[0], left_zero, x[1], right_zero)
 
 
 def _einsum(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:

@@ -131,7 +131,7 @@ class Lowering:
         self.node = node.name
         inputs = [self._input(node, name) for name in node.inputs]
         if (node.domain, node.op) not in FINISHING:
-            inputs = [x if x is None or x.product is None else self.store(x) for x in inputs]
+            inputs = [x if x is None or x.product is None else self._finished(x) for x in inputs]
         made = rule(self, node, inputs)
         results = made if isinstance(made, tuple) else (made,)
         wanted = [place for place, name in enumerate(node.outputs) if name]
@@ -143,12 +143,24 @@ class Lowering:
                 raise RefusedError(f"its output {name} is not supported")
             for size in tensor.shape:
                 self.at_least(size, 0, "a size of its result")
-            if tensor.known is None and self._uses[name] > 1 and tensor.cost > 1:
+            if tensor.quantised is not None and self._uses[name] > 1:
+                tensor = self.store_codes(tensor)  # bytes are read faster than floats
+            elif tensor.known is None and self._uses[name] > 1 and tensor.cost > 1:
                 # Costs count what is read twice twice, as does the work here.
                 limit = DEAR if tensor.product is None else _MOST_COST_OF_DIAMOND
                 if not (tensor.cost < limit and name in self._meeting):
                     tensor = self.store(tensor)
             self._values[name] = tensor
+
+    def _finished(self, x: Tensor) -> Tensor:
+        """A function of a product, for readers that do not finish it."""
+        return self.store(x) if x.quantised is None else self.store_codes(x)
+
+    def store_codes(self, x: Tensor) -> Tensor:
+        """Dequantised floats, of which the integers are in memory."""
+        assert x.quantised is not None
+        codes = x.quantised.codes
+        return x if isinstance(codes, Stored) else x.quantised.dequantised(self.store(codes))
 
     def _input(self, node: OnnxNode, name: str) -> Tensor | None:
         constant = self._constants.get(name)

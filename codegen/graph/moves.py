@@ -11,6 +11,7 @@ from atsc.codegen.graph.lower import Lowering, RefusedError, Rule, aligned
 from atsc.codegen.graph.tensor import (
     Code,
     Index,
+    Quantised,
     Stored,
     Tensor,
     View,
@@ -137,7 +138,19 @@ def transposed(x: Tensor, order: list[int]) -> Tensor:
         return x.at(code, own)
 
     view = x.view and View(x.view.buffer, tuple(x.view.strides[axis] for axis in order))
-    return Tensor(x.dtype, tuple(x.shape[axis] for axis in order), at, cost=x.cost, view=view)
+    shape = tuple(x.shape[axis] for axis in order)
+    quantised = x.quantised and _transposed_codes(x.quantised, order)
+    return Tensor(x.dtype, shape, at, cost=x.cost, view=view, quantised=quantised)
+
+
+def _transposed_codes(x: Quantised, order: list[int]) -> Quantised:
+    back = [order.index(axis) for axis in range(len(order))]
+    axis = None if x.axis is None else back[x.axis]
+
+    def dequantised(codes: Tensor) -> Tensor:
+        return transposed(x.dequantised(transposed(codes, back)), order)
+
+    return Quantised(transposed(x.codes, order), x.scale, x.zero, axis, dequantised)
 
 
 def _transpose(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:

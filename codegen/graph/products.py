@@ -12,7 +12,8 @@ read where it is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -120,28 +121,19 @@ class LooseRight:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Product:
-    """left [batch.., M, K] times right [batch.., K, N]."""
+class Tiles:
+    """A product [batch.., M, N] that is computed in register tiles."""
 
-    left: Tensor
-    """With a view, or cheap."""
-    right: Right
     batch: Box
+    rows: Dim
+    """M."""
     columns: Dim
     """N."""
 
     @property
     def axes(self) -> Box:
         """Batches, M, N."""
-        return (*self.batch, self.left.shape[-2], self.columns)
-
-    def tensor(self) -> Tensor:
-        """What is finished by its readers."""
-
-        def at(code: Code, index: Index) -> str:
-            return code.let("float", "sums[r * kTileColumns + c]")
-
-        return Tensor("float32", self.axes, at, cost=DEAR, product=self)
+        return (*self.batch, self.rows, self.columns)
 
     def boxes(self, shape: Box) -> list[Box] | None:
         """The dimensions that each axis is divided into by a reshape; None: by no division."""
@@ -170,16 +162,26 @@ class Product:
 
         return Tensor(x.dtype, shape, at, cost=x.cost, product=self)
 
+    def headers(self) -> tuple[str, ...]:
+        """What the kernel includes."""
+        raise NotImplementedError
+
+    def multiply(self, code: Code, batch: Sequence[str]) -> Dim:
+        """Declare and fill `sums`, a tile; the workspace that it takes, in elements of 4 bytes."""
+        raise NotImplementedError
+
+    def depth(self) -> Dim:
+        """Multiplications that make an element, as the tiles count them."""
+        raise NotImplementedError
+
     def call(self, node: str, tensor: Tensor, target: Buffer) -> Call:
         """The kernel that stores a function of this product; an item of the grid is a tile."""
         code = Code()
-        code.headers |= {"level.h": None, "product.h": None}
-        num_m, depth = self.left.shape[-2:]
-        tiles_m = (num_m + (MOST_ROWS - 1)) // MOST_ROWS
+        code.headers |= dict.fromkeys(self.headers())
+        tiles_m = (self.rows + (MOST_ROWS - 1)) // MOST_ROWS
         tiles_n = (self.columns + (PANEL_COLUMNS - 1)) // PANEL_COLUMNS
         batch = [f"b{axis}" for axis in range(len(self.batch))]
-        sums = MOST_ROWS * PANEL_COLUMNS
-        code.line("[[maybe_unused]] int64_t filled = -1;")
+        code.line("[[maybe_unused]] int64_t filled = -1, held = -1;")
         with code.block("for (int64_t item = lo; item < hi; ++item)"):
             code.line("[[maybe_unused]] int64_t rest = item;")
             # Tiles below each other come one after the other: they read the same panel.
@@ -189,30 +191,17 @@ class Product:
                 code.line(f"rest /= {code.dim(size)};")
             column = f"item / {code.dim(tiles_m)}"
             code.line(f"[[maybe_unused]] const int64_t tile_column = {column};")
-            whole_m, whole_n = code.dim(num_m), code.dim(self.columns)
+            row = f"tile_column / {code.dim(tiles_n)} * {code.dim(tiles_m)} + tile_m"
+            code.line(f"[[maybe_unused]] const int64_t tile_row = {row};")
+            whole_m, whole_n = code.dim(self.rows), code.dim(self.columns)
             code.line(f"const int64_t height = ({whole_m} - 1) / {code.dim(tiles_m)} + 1;")
             code.line(
                 f"const int64_t first_m = tile_m * height, first_n = tile_n * {PANEL_COLUMNS};"
             )
             code.line(f"const int64_t rows = least(height, {whole_m} - first_m);")
             code.line(f"const int64_t columns = least({PANEL_COLUMNS}, {whole_n} - first_n);")
-            code.line("float* const sums = static_cast<float*>(workspace);")
-            code.line(f"[[maybe_unused]] float* const spare = sums + {sums};")
             names = [c_index(size, name) for size, name in zip(self.batch, batch, strict=True)]
-            code.line(f"const int64_t whole_depth = {code.dim(depth)};")
-            spare = Dim.of(self.right.spare_elements(depth))
-            spare = spare + self._left(code, names, spare)
-            step = self.right.step(depth)
-            loop = f"for (int64_t first_k = 0; first_k < whole_depth; first_k += {code.dim(step)})"
-            if step == depth:
-                code.line("constexpr int64_t first_k = 0;")
-            with code.block("" if step == depth else loop):
-                code.line(f"const int64_t depth = least({code.dim(step)}, whole_depth - first_k);")
-                self.right.panel(code, names, depth)
-                code.line("ATSC_LEVEL(atsc_tile_f32)")
-                code.line(
-                    "(rows, columns, depth, left + first_k, stride, panel, sums, first_k > 0);"
-                )
+            workspace = self.multiply(code, names)
             with code.block("finish_tile(rows, columns, [&](int64_t r, int64_t c)"):
                 code.line("[[maybe_unused]] const int64_t m = first_m + r, n = first_n + c;")
                 code.axes = [*names, "m", "n"]
@@ -222,9 +211,60 @@ class Product:
                 value = code.as_stored(target.dtype, tensor.at(code, index))
                 code.line(f"out[{linear(code, tensor.shape, index)}] = {value};")
             code.lines[-1] += ");"
-        cost = depth * smallest(num_m, MOST_ROWS) * 2  # tiles take many elements at a time
+        # Tiles take many elements at a time.
+        cost = self.depth() * smallest(self.rows, MOST_ROWS) * 2
         grid = product([*self.batch, tiles_m, tiles_n])
-        return finished_call(node, code, target, grid, cost, (spare + sums) * 4)
+        return finished_call(node, code, target, grid, cost, workspace * 4)
+
+
+@contextlib.contextmanager
+def steps(code: Code, step: Dim, depth: Dim) -> Iterator[None]:
+    """Statements for each part of the depth: `depth` elements from `first_k` on."""
+    code.line(f"const int64_t whole_depth = {code.dim(depth)};")
+    loop = f"for (int64_t first_k = 0; first_k < whole_depth; first_k += {code.dim(step)})"
+    if step == depth:
+        code.line("constexpr int64_t first_k = 0;")
+    with code.block("" if step == depth else loop):
+        code.line(f"const int64_t depth = least({code.dim(step)}, whole_depth - first_k);")
+        yield
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Product(Tiles):
+    """left [batch.., M, K] times right [batch.., K, N], of float32."""
+
+    left: Tensor
+    """With a view, or cheap."""
+    right: Right
+
+    def tensor(self) -> Tensor:
+        """What is finished by its readers."""
+
+        def at(code: Code, index: Index) -> str:
+            return code.let("float", "sums[r * kTileColumns + c]")
+
+        return Tensor("float32", self.axes, at, cost=DEAR, product=self)
+
+    def headers(self) -> tuple[str, ...]:
+        """With the tiles."""
+        return ("level.h", "product.h")
+
+    def depth(self) -> Dim:
+        """K."""
+        return self.left.shape[-1]
+
+    def multiply(self, code: Code, batch: Sequence[str]) -> Dim:
+        """By the tiles of tile_f32.h."""
+        depth, sums = self.depth(), MOST_ROWS * PANEL_COLUMNS
+        code.line("float* const sums = static_cast<float*>(workspace);")
+        code.line(f"[[maybe_unused]] float* const spare = sums + {sums};")
+        spare = Dim.of(self.right.spare_elements(depth))
+        copied = self._left(code, batch, spare)
+        with steps(code, self.right.step(depth), depth):
+            self.right.panel(code, batch, depth)
+            code.line("ATSC_LEVEL(atsc_tile_f32)")
+            code.line("(rows, columns, depth, left + first_k, stride, panel, sums, first_k > 0);")
+        return spare + copied + sums
 
     def _left(self, code: Code, batch: Sequence[str], taken: Dim) -> Dim | int:
         """Declare `const float* left` and `int64_t stride`; what they take of the workspace."""
@@ -234,10 +274,10 @@ class Product:
         copy = f"spare + {code.dim(taken)}"
         if view is None or view.strides[-1].constant not in (0, 1):
             code.line(f"float* const left = {copy};")
-            code.line("const int64_t stride = whole_depth;")
+            code.line(f"const int64_t stride = {code.dim(depth)};")
             with (
                 code.block("for (int64_t r = 0; r < rows; ++r)"),
-                code.block("for (int64_t k = 0; k < whole_depth; ++k)"),
+                code.block("for (int64_t k = 0; k < stride; ++k)"),
             ):
                 code.line("[[maybe_unused]] const int64_t m = first_m + r;")
                 index = [*batch, "m", "k"]
@@ -252,7 +292,8 @@ class Product:
             code.line(f"const int64_t stride = {stride};")
             return 0
         code.line(f"int64_t stride = {stride};")
-        code.line(f"const float* const left = rows_of({place}, stride, rows, whole_depth, {copy});")
+        whole = code.dim(depth)
+        code.line(f"const float* const left = rows_of({place}, stride, rows, {whole}, {copy});")
         return copied
 
 
@@ -303,6 +344,8 @@ __all__ = [
     "Pending",
     "Product",
     "Right",
+    "Tiles",
     "packed_constant",
     "place_of",
+    "steps",
 ]

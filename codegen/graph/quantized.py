@@ -6,6 +6,7 @@ QuantizeLinear 21). Rounding is to even, then the zero point is added, then the 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from atsc.codegen.graph.linear import matrix_product
 from atsc.codegen.graph.lower import Lowering, RefusedError, Rule
 from atsc.codegen.graph.moves import axis_of, unsqueezed
 from atsc.codegen.graph.reduce import binary
-from atsc.codegen.graph.tensor import Code, Index, Tensor, c_type
+from atsc.codegen.graph.tensor import Code, Index, Quantised, Tensor, c_type
 from atsc.codegen.tail import ElementType
 from atsc.compiler.dims import Dim
 from atsc.compiler.tensor_graph import OnnxNode
@@ -50,7 +51,7 @@ def _along(g: Lowering, node: OnnxNode, data: Tensor, given: Tensor | None) -> T
     return Tensor(given.dtype, data.shape, at, cost=given.cost + 1)
 
 
-def _saturated(dtype: ElementType, value: str) -> str:
+def saturated(dtype: ElementType, value: str) -> str:
     """A float as the nearest of a small integer type."""
     limits = np.iinfo(dtype)
     low, high = f"{limits.min}.0f", f"{limits.max}.0f"
@@ -80,23 +81,39 @@ def _quantize(g: Lowering, node: OnnxNode, x: list[Any]) -> Tensor:
         g,
         [quotient, cast(g, offset, "int32")],
         dtype,
-        lambda a, b: _saturated(dtype, f"__builtin_nearbyintf({a}) + {b}"),
+        lambda a, b: saturated(dtype, f"__builtin_nearbyintf({a}) + {b}"),
         4,
     )
 
 
 def _dequantize(g: Lowering, node: OnnxNode, x: list[Any]) -> Tensor:
     data: Tensor = x[0]
-    scale, zero = (_along(g, node, data, v) for v in (x[1], x[2] if len(x) > 2 else None))
+    given_scale, given_zero = x[1], x[2] if len(x) > 2 else None
+    scale, zero = (_along(g, node, data, v) for v in (given_scale, given_zero))
     assert scale is not None
     number = int(node.attrs.get("output_dtype", 0))
     dtype = onnx_type(number) if number else scale.dtype
     if data.dtype not in (*_QUANTISED, "int32") or scale.dtype not in FLOATS:
         raise RefusedError(f"{data.dtype} by {scale.dtype}")
-    whole = cast(g, data, "int32")
-    if zero is not None:
-        whole = elementwise(g, [whole, cast(g, zero, "int32")], "int32", lambda a, b: f"{a} - {b}")
-    return elementwise(g, [whole, scale], dtype, lambda a, b: f"(float){a} * {b}", 2)
+
+    def floats(codes: Tensor) -> Tensor:
+        whole = cast(g, codes, "int32")
+        if zero is not None:
+            offset = cast(g, zero, "int32")
+            whole = elementwise(g, [whole, offset], "int32", lambda a, b: f"{a} - {b}")
+        return elementwise(g, [whole, scale], dtype, lambda a, b: f"(float){a} * {b}", 2)
+
+    if data.dtype not in ("int8", "uint8") or dtype != "float32" or node.attrs.get("block_size"):
+        return floats(data)
+
+    def dequantised(codes: Tensor) -> Tensor:
+        return replace(
+            floats(codes), quantised=Quantised(codes, given_scale, given_zero, axis, dequantised)
+        )
+
+    is_whole = given_scale.size == Dim.of(1)
+    axis = None if is_whole else axis_of(node.attrs.get("axis", 1), data.rank)
+    return dequantised(data)
 
 
 def _q_linear_matmul(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
@@ -118,7 +135,7 @@ def _q_linear_matmul(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
         g,
         [product, cast(g, y_zero, "int32")],
         dtype,
-        lambda u, v: _saturated(dtype, f"__builtin_nearbyintf({u}) + {v}"),
+        lambda u, v: saturated(dtype, f"__builtin_nearbyintf({u}) + {v}"),
         4,
     )
 

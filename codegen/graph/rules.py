@@ -8,6 +8,7 @@ from atsc.codegen.graph import (
     along,
     block_quantized,
     convolution,
+    dynamic,
     elementwise,
     gathers,
     linear,
@@ -29,6 +30,7 @@ RULES: Mapping[tuple[str, str], Rule] = {
     **resize.RULES,
     **along.RULES,
     **quantized.RULES,
+    **dynamic.RULES,
     **block_quantized.RULES,
     **recurrent.RULES,
 }

@@ -72,6 +72,8 @@ class Tensor:
     """Where its elements are, if they are in memory at regular distances."""
     product: Pending | None = None
     """What it is an elementwise function of and is computed together with: products.py."""
+    quantised: Quantised | None = None
+    """The integers that it stands for, if it was dequantised from 8 bits."""
 
     @property
     def rank(self) -> int:
@@ -82,6 +84,19 @@ class Tensor:
     def size(self) -> Dim:
         """Elements."""
         return product(self.shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Quantised:
+    """(codes - zero) * scale: of all elements, or with those of an axis."""
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    axis: int | None
+    """None: a scale of all elements."""
+    dequantised: Callable[[Tensor], Tensor]
+    """The floats of codes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,6 +1,7 @@
 #include "graph_executor.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <numeric>
 #include <string>
@@ -14,7 +15,12 @@ constexpr uint64_t kAlignment = 64;
 // Elements of a chunk at least: less would not pay for claiming it.
 constexpr int64_t kChunkElements = 8192;
 constexpr int64_t kChunksOfThread = 6;
-constexpr int kAvx512 = 2;  // in isa.h atsc_isa_names
+
+// The highest of the allowed levels that kernels of general graphs know.
+int level_of(uint32_t isa_levels) {
+  const uint32_t known = isa_levels & ((1u << kNumGraphLevels) - 1);
+  return known == 0 ? 0 : std::bit_width(known) - 1;
+}
 
 uint64_t aligned(uint64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
@@ -39,7 +45,7 @@ GraphExecutor::GraphExecutor(const GraphTables& graph, const std::byte* weights,
                              uint32_t isa_levels, Pool& pool)
     : graph_(graph),
       weights_(weights),
-      level_(isa_levels >> kAvx512 & 1 ? 1 : 0),
+      level_(level_of(isa_levels)),
       pool_(pool),
       symbols_(static_cast<size_t>(graph.num_symbols)),
       sizes_(static_cast<size_t>(graph.num_sizes)),

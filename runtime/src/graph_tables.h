@@ -34,7 +34,7 @@ struct GraphOperand {
   uint64_t index;         // of it; of a constant the offset in weights.bin
 };
 
-inline constexpr int kNumGraphLevels = 2;  // codegen/tail.py LEVELS: avx2, avx512
+inline constexpr int kNumGraphLevels = 4;  // codegen/tail.py LEVELS; the first of isa.h
 
 struct GraphCall {
   const char* node;

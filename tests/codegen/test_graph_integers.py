@@ -1,0 +1,179 @@
+"""Products of 8-bit integers in general graphs, at each level: exact, with what finishes them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from graph_runner import GraphRunner
+from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+from onnxruntime import InferenceSession
+
+pytestmark = pytest.mark.toolchain
+CPU_FLAGS = Path("/proc/cpuinfo").read_text("utf-8").split()
+NEEDED = {"avxvnni": "avx_vnni", "avx512": "avx512dq", "avx512vnni": "avx512_vnni"}
+LEVELS = ["avx2", *(level for level, flag in NEEDED.items() if flag in CPU_FLAGS)]
+KINDS = ("uint8", "int8")
+Array = np.ndarray[Any, Any]
+
+
+class Integers:
+    """A graph of products whose operands hold the extremes of their types, too."""
+
+    def __init__(self) -> None:
+        self.nodes: list[onnx.NodeProto] = []
+        self.inputs: dict[str, Array] = {}
+        self.constants: dict[str, Array] = {}
+        self._rng = np.random.default_rng(7)
+
+    def bytes(self, kind: str, shape: Sequence[int]) -> Array:
+        """Random ones; a quarter are the lowest or the highest, where 16-bit sums overflow."""
+        limits = np.iinfo(kind)
+        content = self._rng.integers(limits.min, limits.max + 1, shape)
+        extreme = self._rng.random(shape) < 0.25
+        return np.where(extreme, np.where(content % 2, limits.max, limits.min), content).astype(
+            kind
+        )
+
+    def input(self, kind: str, *shape: int) -> str:
+        """An input whose sizes are symbols."""
+        name = f"input{len(self.inputs)}"
+        self.inputs[name] = self.bytes(kind, shape)
+        return name
+
+    def constant(self, content: Array) -> str:
+        """A constant of the model."""
+        name = f"constant{len(self.constants)}"
+        self.constants[name] = content
+        return name
+
+    def op(self, kind: str, *inputs: str, **attrs: object) -> str:
+        """A node of one output."""
+        name = f"{kind.lower()}{len(self.nodes)}"
+        self.nodes.append(helper.make_node(kind, inputs, [name], name, **attrs))
+        return name
+
+    def model(self, outputs: Sequence[str]) -> onnx.ModelProto:
+        """The whole."""
+        infos = [
+            helper.make_tensor_value_info(
+                name,
+                helper.np_dtype_to_tensor_dtype(array.dtype),
+                [f"{name}_{axis}" if size != 1 else 1 for axis, size in enumerate(array.shape)],
+            )
+            for name, array in self.inputs.items()
+        ]
+        made = [helper.make_tensor_value_info(name, TensorProto.INT32, None) for name in outputs]
+        tensors = [numpy_helper.from_array(array, name) for name, array in self.constants.items()]
+        graph = helper.make_graph(self.nodes, "graph", infos, made, tensors)
+        return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+def exact_product(left: Array, p: Array, right: Array, q: Array) -> Array:
+    """In int64; zero points broadcast."""
+    return (left.astype(np.int64) - p) @ (right.astype(np.int64) - q)
+
+
+def check(w: Integers, wanted: Mapping[str, Array], level: str) -> GraphRunner:
+    runner = GraphRunner(w.model(list(wanted)), level)
+    found = runner(w.inputs)
+    for name, array in wanted.items():
+        assert np.array_equal(found[name], array), name
+    return runner
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_products_with_constants(level: str) -> None:
+    """All pairs of types, zero points of the whole and of columns or rows, depths beyond quads."""
+    w, wanted = Integers(), {}
+    sizes = ((19, 37, 70), (401, 24, 33), (5, 128, 32), (1, 3, 1))
+    for (m, k, n), left, right in itertools.product(sizes, KINDS, KINDS):
+        x = w.input(left, m, k)
+        weight = w.bytes(right, (k, n))
+        for p, q in (
+            (0, None),
+            (w.bytes(left, ()), w.bytes(right, ())),
+            (w.bytes(left, (m,)), w.bytes(right, (n,))),
+        ):
+            p = np.asarray(p, left)
+            zeros = [w.constant(p)]
+            if q is not None:
+                zeros.append(w.constant(q))
+            name = w.op("MatMulInteger", x, w.constant(weight), *zeros)
+            rows = p.astype(np.int64)[..., None] if p.ndim else p.astype(np.int64)
+            points = np.int64(0) if q is None else q.astype(np.int64)
+            wanted[name] = exact_product(w.inputs[x], rows, weight, points)
+    runner = check(w, wanted, level)
+    assert all("product_i8.h" in call.kernel.headers for call in runner.program.calls)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_products_of_two_inputs(level: str) -> None:
+    w, wanted = Integers(), {}
+    for left, right in itertools.product(KINDS, KINDS):
+        a, b = w.input(left, 2, 3, 19, 21), w.input(right, 2, 3, 21, 40)
+        p, q = w.bytes(left, ()), w.bytes(right, ())
+        turned = w.op("Transpose", b, perm=[0, 1, 3, 2])
+        other = w.input(right, 2, 3, 21, 35)
+        made = w.op("MatMulInteger", a, b, w.constant(p), w.constant(q))
+        wanted[made] = exact_product(w.inputs[a], p.astype(int), w.inputs[b], q.astype(int))
+        made = w.op("MatMulInteger", turned, other)
+        columns = w.inputs[b].swapaxes(2, 3)
+        wanted[made] = exact_product(columns, np.int64(0), w.inputs[other], np.int64(0))
+    check(w, wanted, level)
+
+
+def test_a_batch_shares_a_constant() -> None:
+    """Rows of all batches are rows of one product."""
+    w = Integers()
+    x, weight = w.input("uint8", 3, 5, 16), w.bytes("int8", (16, 40))
+    made = w.op("MatMulInteger", x, w.constant(weight))
+    runner = check(w, {made: exact_product(w.inputs[x], np.int64(0), weight, np.int64(0))}, "avx2")
+    assert len(runner.program.calls) == 1
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_quantize_dynamic_writes_is_one_kernel_a_product(level: str) -> None:
+    """Cast, scales, bias and activation finish the product; ranges and codes are kernels before."""
+    rng = np.random.default_rng(1)
+    w = Integers()
+    x = rng.standard_normal((2, 9, 24)).astype(np.float32)
+    w.inputs["x"] = x
+    codes, scale, zero = (f"x_{part}" for part in ("codes", "scale", "zero"))
+    w.nodes.append(helper.make_node("DynamicQuantizeLinear", ["x"], [codes, scale, zero], "q"))
+    weight = w.constant(w.bytes("int8", (24, 40)))
+    total = w.op("MatMulInteger", codes, weight, zero, w.constant(np.int8(0)))
+    factor = w.op("Mul", scale, w.constant(np.float32(0.01)))
+    scaled = w.op("Mul", w.op("Cast", total, to=TensorProto.FLOAT), factor)
+    biased = w.op("Add", scaled, w.constant(rng.standard_normal(40).astype(np.float32)))
+    made = w.op("Relu", biased)
+    model = w.model([made])
+    model.graph.output[0].type.tensor_type.elem_type = TensorProto.FLOAT
+    runner = GraphRunner(model, level)
+    products = [c for c in runner.program.calls if "product_i8.h" in c.kernel.headers]
+    assert len(products) == 1
+    assert runner.program.calls[-1] is products[0]
+    (wanted,) = ReferenceEvaluator(model).run(None, w.inputs)
+    np.testing.assert_allclose(runner(w.inputs)[made], wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("content", [np.zeros(5), np.full(40, 3.0), np.full(40, -3.0)])
+def test_ranges_hold_zero(content: Array) -> None:
+    w = Integers()
+    w.inputs["x"] = content.astype(np.float32)
+    outputs = ["codes", "scale", "zero"]
+    w.nodes.append(helper.make_node("DynamicQuantizeLinear", ["x"], outputs, "q"))
+    model = w.model(outputs)
+    kinds = (TensorProto.UINT8, TensorProto.FLOAT, TensorProto.UINT8)
+    for info, kind in zip(model.graph.output, kinds, strict=True):
+        info.type.tensor_type.elem_type = kind
+    found = GraphRunner(model)(w.inputs)
+    session = InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    for name, wanted in zip(outputs, session.run(outputs, w.inputs), strict=True):
+        assert np.array_equal(found[name], wanted), name
