@@ -6,7 +6,9 @@ Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
+import io
 import os
 import signal
 import sys
@@ -14,7 +16,7 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from types import FrameType
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 from atsc.compiler.commands import (
     bench,
@@ -68,6 +70,22 @@ class Parser(argparse.ArgumentParser):
         """Exit with 2."""
         self.exit(USAGE, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
+    # argparse would leave what a command does not know to the parser of all commands, which knows
+    # neither its flags nor its help.
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Refuse what is left over, with the flag that was probably meant."""
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}{self._meant(rest[0])}")
+        return found, rest
+
+    def _meant(self, argument: str) -> str:
+        flags = [flag for action in self._actions for flag in action.option_strings]
+        if not argument.startswith("-"):
+            return "; a prompt is given with -p" if "--prompt" in flags else ""
+        near = difflib.get_close_matches(argument.partition("=")[0], flags, n=1)
+        return f"; did you mean {near[0]}?" if near else ""
+
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
@@ -93,7 +111,11 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _mend_streams()
     try:
+        if not arguments:
+            build_parser().print_help(sys.stderr)
+            return USAGE
         _suggest_command(arguments)
         args = build_parser().parse_args(arguments)
     except SystemExit as exit_:
@@ -115,12 +137,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
     except Exception as error:
         console.clear()
-        _explain(error, args.verbose)
-        if console.json and isinstance(error, UnsupportedError):
-            console.result({"ok": False, "error": str(error), "unsupported": error.nodes}, "")
+        message = _explain(error, args.verbose)
+        if console.json:
+            nodes = {"unsupported": error.nodes} if isinstance(error, UnsupportedError) else {}
+            with contextlib.suppress(OSError):  # stdout may be what failed
+                console.result({"ok": False, "error": message, **nodes}, "")
         return USAGE if isinstance(error, UsageError) else FAILED
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+def _mend_streams() -> None:
+    """A service may have closed them, and an encoding may lack what models and paths hold."""
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115  (for life)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        elif name == "stdout" and isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def _suggest_command(arguments: Sequence[str]) -> None:
@@ -149,7 +185,8 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _explain(error: Exception, verbose: bool) -> None:
+def _explain(error: Exception, verbose: bool) -> str:
+    """Write what went wrong to stderr, and return it."""
     if verbose:
         traceback.print_exception(error)
     if isinstance(error, AtscError):
@@ -159,6 +196,8 @@ def _explain(error: Exception, verbose: bool) -> None:
         message = f"the package {error.name} is missing; pip install 'atsc[{extra}]'"
     elif isinstance(error, MemoryError):
         message = "out of memory; close other programs, or choose a smaller --ctx or --chunk"
+    elif isinstance(error, UnicodeDecodeError):
+        message = f"a text that is not UTF-8 ({error.reason}); convert it first, as iconv does"
     elif isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
         message = f"{where}{error.strerror or error}"
@@ -169,6 +208,7 @@ def _explain(error: Exception, verbose: bool) -> None:
     # A node a line may be a long list; anything else is one line.
     text = "\n  ".join(lines) if isinstance(error, UnsupportedError) else "; ".join(lines)
     sys.stderr.write(f"atsc: {text}\n")
+    return text
 
 
 if __name__ == "__main__":

@@ -13,10 +13,14 @@ from atsc.compiler.commands.console import (
     Console,
     NotYet,
     at_least,
+    counted,
     existing,
     format_size,
     parse_size,
 )
+from atsc.compiler.commands.inspect import predicted_speed
+from atsc.compiler.commands.memory_table import host_regions, total, vram_regions
+from atsc.compiler.commands.other_formats import refuse_other_than_onnx
 from atsc.compiler.errors import CodegenError, ModelError, UsageError
 
 if TYPE_CHECKING:
@@ -110,11 +114,7 @@ def add(parsers: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace, console: Console) -> int:
     """Do it."""
     model = existing(args.model, "model", ModelError)
-    if model.suffix == ".gguf":
-        folder = model.with_suffix("")
-        raise UsageError(
-            f"{model}: a GGUF file; convert it first: atsc convert {model} -o {folder}/model.onnx"
-        )
+    refuse_other_than_onnx(model)
     _check_target(args.target)
     from atsc.compiler import plan
     from atsc.compiler.driver import CompileOptions, compile_model
@@ -152,9 +152,25 @@ def run(args: argparse.Namespace, console: Console) -> int:
         "stages": [{"name": name, "seconds": round(took, 3)} for name, took in watcher.stages],
         "weights_bytes": manifest.memory.weights_bytes if manifest else None,
         "peak_bytes": manifest.memory.peak_bytes if manifest else None,
+        "vram_bytes": _vram_bytes(manifest) if manifest else None,
     }
     console.result(document, _text(output, manifest, watcher, seconds))
+    if manifest and not manifest.device:
+        _say_unused_flags(args, console)
     return 0
+
+
+def _vram_bytes(manifest: Manifest) -> int:
+    """All that the process will hold of it."""
+    return total(vram_regions(manifest)).predicted_bytes
+
+
+def _say_unused_flags(args: argparse.Namespace, console: Console) -> None:
+    """Of a plan without a GPU."""
+    given = {"--vram": args.vram, "--headroom": args.headroom, "--prompt-share": args.prompt_share}
+    unused = [flag for flag, value in given.items() if value is not None]
+    if unused:
+        console.note(f"without effect: {', '.join(unused)}; the plan is for the CPU alone")
 
 
 class Watcher:
@@ -246,11 +262,34 @@ def _text(output: Path | None, manifest: Manifest | None, watcher: Watcher, seco
             f"{seconds:.1f} s\nrun it in Python: atsc.load({str(output)!r}).run(...), given "
             f"{names}"
         )
-    return (
+    lines = [
         f"{output}: {manifest.model.name}, {format_size(manifest.memory.weights_bytes)} of weights "
-        f"in {len(manifest.units)} units, context {manifest.options.ctx}, "
-        f"{format_size(manifest.memory.peak_bytes)} at the peak, compiled in {seconds:.1f} s\n"
-        f'run it with: atsc run {output} -p "Hello"' + _unused_gpu(manifest)
+        f"in {counted(len(manifest.units), 'unit')}, context {manifest.options.ctx}, compiled in "
+        f"{seconds:.1f} s",
+        _takes(manifest),
+    ]
+    if manifest.device:
+        lines.append(predicted_speed(manifest.device, manifest.options.chunk))
+    if "tokenizer/tokenizer.json" in manifest.files:
+        lines.append(f'run it with: atsc run {output} -p "Hello"')
+    else:
+        lines.append(
+            "there was no tokenizer.json beside the model, and `atsc run` needs one: put it there "
+            "and compile again, or work with token ids in Python"
+        )
+    return "\n".join(lines) + _unused_gpu(manifest)
+
+
+def _takes(manifest: Manifest) -> str:
+    """A line about memory, as `atsc inspect` tables it."""
+    host = f"{format_size(total(host_regions(manifest)).predicted_bytes)} of host memory"
+    if not manifest.device:
+        return f"takes {host}"
+    placed = [unit for unit in manifest.units if unit.cost]
+    num_there = sum(unit.residency == "vram" for unit in placed)
+    return (
+        f"takes {format_size(_vram_bytes(manifest))} of VRAM, where {num_there} of {len(placed)} "
+        f"units live, and {host}"
     )
 
 

@@ -6,6 +6,7 @@ import argparse
 import difflib
 import json
 import math
+import os
 import re
 import shutil
 import sys
@@ -66,7 +67,7 @@ class ProgressBar:
     def __init__(self, stream: IO[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
         self._clock = clock
-        self._enabled = stream.isatty()
+        self._enabled = stream.isatty() and os.environ.get("TERM") != "dumb"
         self._what = ""
         self._begin = self._drawn = 0.0
         self._shown = False
@@ -126,6 +127,11 @@ def format_size(num_bytes: float) -> str:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.2f} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.2f} TiB"
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 unit`, `2 units`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def at_least(least: int) -> Callable[[str], int]:

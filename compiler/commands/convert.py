@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from atsc.compiler.commands.console import Console, existing, format_size
+from atsc.compiler.commands.other_formats import refuse_other_than_gguf
 from atsc.compiler.errors import ModelError, UsageError
 
 
@@ -27,6 +28,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     source = existing(args.model, "GGUF file", ModelError)
     if args.output.suffix != ".onnx":
         raise UsageError(f"-o {args.output}: give the name of an .onnx file")
+    refuse_other_than_gguf(source)
     from atsc.compiler.importers.gguf import convert_gguf
 
     begin = time.monotonic()

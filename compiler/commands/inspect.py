@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atsc.compiler.commands.console import Console, existing, format_size, table
+from atsc.compiler.commands.console import Console, counted, existing, format_size, table
 from atsc.compiler.commands.general import describe
 from atsc.compiler.errors import PlanError, UsageError
 
@@ -90,7 +90,7 @@ def _text(manifest: Manifest, path: Path) -> str:
         parts += [_memory("VRAM", vram_regions(manifest), device.budget_bytes), _rungs(device)]
     parts.append(_memory("host memory", host_regions(manifest)))
     if device:
-        parts += [_choices(manifest), _speed(device, options.chunk)]
+        parts += [_choices(manifest), predicted_speed(device, options.chunk)]
     return "\n\n".join(parts)
 
 
@@ -100,13 +100,19 @@ def _units(units: Iterable[Unit]) -> str:
     units = list(units)
     for unit in units:
         nodes = f"{len(unit.nodes)}: {unit.nodes[-1]}" if unit.nodes else "shared"
-        rows.append([unit.name, nodes, unit.format, format_size(unit.bytes), unit.residency])
+        rows.append([unit.name, nodes, unit.format, format_size(_bytes(unit)), unit.residency])
     by_place = sorted(units, key=lambda unit: unit.residency)
     for residency, group in groupby(by_place, key=lambda unit: unit.residency):
         members = list(group)
-        size = format_size(sum(unit.bytes for unit in members))
-        rows.append([f"{len(members)} units", "", "", size, residency])
+        size = format_size(sum(map(_bytes, members)))
+        rows.append([counted(len(members), "unit"), "", "", size, residency])
     return table(rows, right=(3,))
+
+
+def _bytes(unit: Unit) -> int:
+    """Its weights, or the KV cache of one session at the full context."""
+    is_cache = unit.cost is not None and unit.cost.kind == "kv cache"
+    return unit.cost.device_bytes if unit.cost and is_cache else unit.bytes
 
 
 def _summary(units: Iterable[Unit]) -> str:
@@ -121,7 +127,12 @@ def _summary(units: Iterable[Unit]) -> str:
     rows = [["placement", *places]]
     for role, found in sums.items():
         cells = [found.get(place, (0, 0)) for place in places]
-        rows.append([role, *(f"{n} units, {format_size(size)}" if n else "-" for n, size in cells)])
+        rows.append(
+            [
+                role,
+                *(f"{counted(n, 'unit')}, {format_size(size)}" if n else "-" for n, size in cells),
+            ]
+        )
     return table(rows)
 
 
@@ -171,7 +182,8 @@ def _choices(manifest: Manifest) -> str:
     return table(rows, right=range(1, 5))
 
 
-def _speed(device: Device, chunk: int) -> str:
+def predicted_speed(device: Device, chunk: int) -> str:
+    """A line: tokens a second of the placement for the whole budget."""
     last = device.rungs[-1]
     decode, prefill = 1e9 / max(last.decode_ns, 1), chunk * 1e9 / max(last.prefill_ns, 1)
     streams = (

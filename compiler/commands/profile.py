@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from atsc.compiler.commands.compile import Watcher
-from atsc.compiler.commands.console import Console, at_least, table
+from atsc.compiler.commands.console import Console, at_least, format_size, table
 from atsc.compiler.errors import UsageError
 
 
@@ -37,21 +38,39 @@ def run(args: argparse.Namespace, console: Console) -> int:
     from atsc.compiler.machine_profile import profile_machine
     from atsc.targets.target import save
 
-    if args.output and not args.output.parent.is_dir():
-        raise UsageError(f"-o {args.output}: there is no folder {args.output.parent}; create it")
+    if args.output:
+        folder = args.output.parent
+        if not folder.is_dir():
+            raise UsageError(f"-o {args.output}: there is no folder {folder}; create it")
+        if args.output.is_dir():
+            raise UsageError(f"-o {args.output}: a folder; give the name of a file")
+        if not os.access(folder, os.W_OK):
+            raise UsageError(f"-o {args.output}: {folder} cannot be written; choose another")
     watcher = Watcher(console, None)
     target = profile_machine(Path(tempfile.gettempdir()), args.threads, watcher)
     if args.output:
         save(target, args.output)
     fields = dataclasses.asdict(target)
     rows = [["figure", "value"]]
-    rows += [[key, _shown(value)] for key, value in fields.items() if value not in (None, "", 0)]
+    known = {key: value for key, value in fields.items() if value not in (None, "", 0, ())}
+    rows += [list(_shown(key, value)) for key, value in known.items()]
     written = f"\n\nwritten to {args.output}; use it with --target {args.output}"
     console.result({"target": fields}, table(rows, right=()) + (written if args.output else ""))
     return 0
 
 
-def _shown(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+_RATES = {"_bytes_per_s": "GB/s", "_ops_per_s": "G int8 op/s"}
+
+
+def _shown(key: str, value: object) -> tuple[str, str]:
+    """A figure for people: its name without the unit, its value with it."""
+    if isinstance(value, int | float):
+        for ending, unit in _RATES.items():
+            if key.endswith(ending):
+                return key.removesuffix(ending).replace("_", " "), f"{value / 1e9:.1f} {unit}"
+        if key.endswith("_bytes"):
+            return key.removesuffix("_bytes").replace("_", " "), format_size(value)
+        if key.endswith("_ns"):
+            return key.removesuffix("_ns").replace("_", " "), f"{value / 1e3:.1f} us"
+    text = ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return key.removeprefix("num_").replace("_", " "), text

@@ -149,7 +149,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
         planned = manifest.options.policy if manifest.device else "tensor"
         prediction = _placed(setting, args.policy or planned)
     document.update(_document(prediction))
-    console.result(document, f"{head}\n\n{_text(prediction, setting)}")
+    hint = _planned_for(setting, bool(is_own))
+    console.result(document, f"{head}\n\n{_text(prediction, setting)}{hint}")
     return 0
 
 
@@ -200,7 +201,7 @@ def _setting(args: argparse.Namespace, manifest: Manifest, console: Console) -> 
         costs,
         cost_at(),
         FixedBytes(context_bytes, modules, activations, headroom),
-        args.vram or most,
+        most if args.vram is None else args.vram,
         prompt,
         share,
         units_at,
@@ -373,6 +374,17 @@ def _text(prediction: Prediction, setting: Setting) -> str:
         f"policy {prediction.policy}: {on_gpu} of {len(prediction.scenario.units)} units in VRAM, "
         f"{format_size(prediction.vram_bytes)} of {format_size(setting.vram_bytes)} taken\n\n"
         f"{table(rows, right=range(1, 9))}"
+    )
+
+
+def _planned_for(setting: Setting, is_own: bool) -> str:
+    """That more VRAM does not change the placement of a plan."""
+    device = setting.manifest.device
+    if not is_own or device is None or setting.vram_bytes <= device.budget_bytes:
+        return ""
+    return (
+        f"\nthe plan was made for {format_size(device.budget_bytes)} and takes no more; compile "
+        "again for all of --vram"
     )
 
 

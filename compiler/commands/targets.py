@@ -23,11 +23,12 @@ def run(args: argparse.Namespace, console: Console) -> int:
     from atsc.targets.target import builtin_names, resolve
 
     found = {name: resolve(name) for name in ["auto", *builtin_names()]}
-    rows = [["target", "isa", "cores", "threads", "memory", "L3", "cpu"]]
+    rows = [["target", "isa", "cores", "threads", "memory", "VRAM", "GPU", "CPU"]]
     for name, target in found.items():
         cores, threads = str(target.num_cores or "-"), str(target.default_threads)
-        sizes = [format_size(n) if n else "-" for n in (target.ram_bytes, target.l3_bytes)]
-        rows.append([name, target.isa, cores, threads, *sizes, target.cpu_model])
+        sizes = [format_size(n) if n else "-" for n in (target.ram_bytes, target.vram_bytes)]
+        gpu = target.gpu_model or target.gpu or "-"
+        rows.append([name, target.isa, cores, threads, *sizes, gpu, target.cpu_model])
     documents = [
         {"target": name, **dataclasses.asdict(target), "default_threads": target.default_threads}
         for name, target in found.items()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from atsc.compiler.commands import general
 from atsc.compiler.commands.console import Console, at_least, existing, table
+from atsc.compiler.commands.other_formats import refuse_other_than_onnx
 from atsc.compiler.errors import ModelError, PlanError, UsageError
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     """Do it."""
     directory = existing(args.plan, "plan folder", PlanError)
     source = existing(args.model, "model", ModelError)
+    refuse_other_than_onnx(source)
     from atsc.compiler import plan as manifests
     from atsc.compiler.commands.reference import Reference
     from atsc.compiler.importers.onnx import import_onnx

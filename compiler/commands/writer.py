@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from atsc.compiler.commands.console import Console
+from atsc.compiler.commands.console import Console, counted
 from atsc.compiler.errors import CancelledError, PlanError, UsageError
 
 if TYPE_CHECKING:
@@ -68,8 +68,8 @@ class Answer:
         """For people."""
         rate = self.decode_tokens_per_s
         return (
-            f"prompt: {self.num_new_prompt_tokens} tokens, {self.prefill_tokens_per_s:.1f} tok/s; "
-            f"text: {len(self.tokens)} tokens"
+            f"prompt: {counted(self.num_new_prompt_tokens, 'token')}, "
+            f"{self.prefill_tokens_per_s:.1f} tok/s; text: {counted(len(self.tokens), 'token')}"
             + (f", {rate:.1f} tok/s" if rate else "")
             + f" ({self.finish})"
         )
@@ -115,7 +115,7 @@ class Writer:
 
     def text_prompt(self, text: str) -> Prompt:
         """A plain prompt; an empty one is the beginning of a text."""
-        ids = self._plan.tokenizer.encode(text)
+        ids = self._plan.tokenizer.encode(_checked(text))
         if not ids and self._plan.bos_token_id is not None:
             return Prompt(text, [self._plan.bos_token_id])
         if not ids:
@@ -131,7 +131,7 @@ class Writer:
         word.
         """
         tokenizer, told = self._plan.tokenizer, self._told
-        text = tokenizer.render_chat(messages)
+        text = _checked(tokenizer.render_chat(messages))
         ids = tokenizer.encode(text, add_special_tokens=False)
         if told and text.startswith(told.text):
             rest = tokenizer.encode(text[len(told.text) :], add_special_tokens=False)
@@ -274,3 +274,12 @@ class Writer:
         if not self._args.json:
             sys.stdout.write(text)
             sys.stdout.flush()
+
+
+def _checked(text: str) -> str:
+    """The text, without the halves of characters that Python makes of bytes that are no UTF-8."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise UsageError("the prompt is not UTF-8 text; convert it first, as iconv does") from None
+    return text

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -66,18 +68,22 @@ def one_line(outcome: Outcome, code: int) -> str:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], "arguments are required: COMMAND"),
         (["complie", "x"], "no command 'complie'; did you mean compile?"),
         (["xyzzy"], "commands are compile, run,"),
         (["check"], "arguments are required: PLAN"),
-        (["check", "a", "b"], "unrecognized arguments: b"),
+        (["check", "a", "b"], "atsc check: unrecognized arguments: b (see atsc check --help)"),
+        (
+            ["run", "p", "--promt", "x"],
+            "arguments: --promt x; did you mean --prompt? (see atsc run",
+        ),
+        (["run", "p", "x y"], "unrecognized arguments: x y; a prompt is given with -p"),
+        (["check", "p", "--sha256", ""], "--sha256: '' is no sha256; it has 64 hexadecimal"),
         (["compile", "m", "--ctx", "0"], "--ctx: '0' is no whole number from 1 up"),
         (["compile", "m", "--threads", "two"], "'two' is no whole number from 1 up"),
         (["compile", "m", "--accuracy-level", "2"], "--accuracy-level: invalid choice: 2"),
         (["run", "p", "-p", "x", "--top-p", "1.5"], "--top-p: '1.5' is no number from 0 to 1"),
         (["run", "p", "-p", "x", "--temperature", "nan"], "'nan' is no number"),
         (["run", "p"], "give a prompt with -p TEXT"),
-        (["run", "p", "--chat", "--json"], "--json takes one prompt"),
         (["run", "p", "-p", "x", "--system", "y"], "--system belongs to --chat"),
         (["bench", "p", "-p", "1,x"], "-p: 'x' is no whole number from 0 up"),
         (["bench", ".", "-p", "0", "-n", "0"], "nothing to measure"),
@@ -103,6 +109,12 @@ def test_help_and_version(atsc: Atsc) -> None:
         assert f"usage: atsc {name}" in outcome.out
 
 
+def test_without_a_command_there_is_help(atsc: Atsc) -> None:
+    outcome = atsc()
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "doctor    what this machine has" in outcome.err
+
+
 def test_paths_that_do_not_exist_name_their_neighbour(atsc: Atsc, folder: Path) -> None:
     typo = folder.with_name("a plan.atsplan")
     for arguments in (["check", typo], ["inspect", typo], ["run", typo, "-p", "x"]):
@@ -116,8 +128,23 @@ def test_check(atsc: Atsc, folder: Path) -> None:
     outcome = atsc("check", folder, "--full", "--json")
     assert outcome.code == 0
     assert outcome.document["ok"] is True
+    digest = outcome.document["sha256"]
+    assert digest == hashlib.sha256((folder / "plan.json").read_bytes()).hexdigest()
+    assert digest in atsc("check", folder, "--sha256", digest.upper()).out
+    assert "pins" in one_line(atsc("check", folder, "--sha256", "0" * 64), 1)
     (folder / "libplan.so").write_bytes(b"")
-    assert "truncated" in one_line(atsc("check", folder, "--json"), 1)
+    assert "truncated" in one_line(atsc("check", folder), 1)
+
+
+def test_with_json_a_failure_is_a_document_too(atsc: Atsc, folder: Path) -> None:
+    (folder / "libplan.so").unlink()
+    outcome = atsc("check", folder, "--json")
+    assert outcome.code == 1
+    assert outcome.document["ok"] is False
+    assert outcome.err == f"atsc: {outcome.document['error']}\n"
+    outcome = atsc("run", folder, "--chat", "--json")
+    assert outcome.code == 2
+    assert "--json takes one prompt" in outcome.document["error"]
 
 
 def test_inspect(atsc: Atsc, folder: Path) -> None:
@@ -130,7 +157,8 @@ def test_inspect(atsc: Atsc, folder: Path) -> None:
 
 
 def test_targets(atsc: Atsc) -> None:
-    assert "x86-64-v3" in atsc("targets").out
+    text = atsc("targets").out
+    assert re.search("laptop-rtx3060-6g .* 6.00 GiB  NVIDIA GeForce RTX 3060 Laptop GPU", text)
     found = atsc("targets", "--json").document["targets"]
     assert found[0]["target"] == "auto"
     assert "x86-64-v3" in [target["target"] for target in found]
@@ -255,11 +283,25 @@ def test_an_interrupt_is_quiet(
 def test_models_that_cannot_be_compiled_as_they_are(atsc: Atsc, tmp_path: Path) -> None:
     gguf = tmp_path / "m.gguf"
     gguf.touch()
-    assert f"convert it first: atsc convert {gguf}" in one_line(atsc("compile", gguf), 2)
     assert "give the name of an .onnx file" in one_line(atsc("convert", gguf, "-o", tmp_path), 2)
     (tmp_path / "old.toml").write_text('isa = "x86-64-v2"')
-    outcome = atsc("compile", gguf.parent, "--target", tmp_path / "old.toml")
+    outcome = atsc("compile", tmp_path / "old.toml", "--target", tmp_path / "old.toml")
     assert "kernels need x86-64-v3 (AVX2)" in one_line(outcome, 2)
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&- 2>&-"])
+def test_streams_that_are_closed(folder: Path, closed: str) -> None:
+    command = f"{sys.executable} -m atsc.compiler.cli check '{folder}' {closed}"
+    result = subprocess.run(["sh", "-c", command], capture_output=True, check=False)
+    assert (result.returncode, result.stderr) == (0, b"")
+
+
+def test_output_that_its_encoding_lacks(folder: Path) -> None:
+    command = [sys.executable, "-m", "atsc.compiler.cli", "check", str(folder)]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    result = subprocess.run(command, capture_output=True, check=False, env=environment)
+    assert result.returncode == 0
+    assert b": ok, t?ny" in result.stdout
 
 
 def test_a_reader_that_goes_away(folder: Path) -> None:
@@ -320,7 +362,8 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_progress_shows_after_a_second_and_vanishes() -> None:
+def test_progress_shows_after_a_second_and_vanishes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
     terminal, now = Terminal(), [0.0]
     bar = ProgressBar(terminal, clock=lambda: now[0])
     for tick in range(1, 11):
@@ -341,8 +384,12 @@ def test_progress_shows_after_a_second_and_vanishes() -> None:
     assert terminal.getvalue().endswith("\r\x1b[K"), "another second for another thing"
 
 
-def test_no_progress_where_there_is_no_terminal() -> None:
-    stream, now = io.StringIO(), [0.0]
+@pytest.mark.parametrize("kind", ["no terminal", "dumb"])
+def test_no_progress_where_a_line_cannot_be_redrawn(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, now = Terminal() if kind == "dumb" else io.StringIO(), [0.0]
+    monkeypatch.setenv("TERM", kind)
     bar = ProgressBar(stream, clock=lambda: now[0])
     bar.update("writing", 1, 100)
     now[0] = 60

@@ -76,11 +76,14 @@ def test_text_and_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert expected in text
     assert "predicted on NVIDIA GeForce RTX 3060 Laptop GPU: decode " in text
     counted = re.findall(r"^(attention|kv cache|ffn|head|embedding) +(.*)$", text, re.MULTILINE)
-    vram = [re.match(r"(\d+) units", cells) for _, cells in counted]
+    vram = [re.match(r"(\d+) units?,", cells) for _, cells in counted]
     assert sum(int(match[1]) for match in vram if match) == on_gpu
     assert len(re.findall(r"^ *\d+\.\d\d MiB +\d+ ", text, re.MULTILINE)) == len(
         manifest.device.rungs
     )
+    caches = re.findall(r" kv-cache +(\d\S+ \w+) ", text)
+    assert len(caches) == 6
+    assert all(float(size.split()[0]) > 0 for size in caches)
     document = inspected(capsys, folder)
     decode, prefill = document["choices"]
     rung = manifest.device.rungs[-1]

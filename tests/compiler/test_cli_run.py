@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,19 @@ def test_a_prompt_from_stdin_and_an_empty_one(
     assert json.loads(capsys.readouterr().out)["prompt"] == "from stdin"
     assert run(tmp_path, "-p", "") == 2
     assert "the prompt is empty" in capsys.readouterr().err
+
+
+def test_prompts_that_are_no_text(
+    plan: FakePlan, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    argument = os.fsdecode(b"caf\xe9")
+    for flags in (("-p", argument), ("--chat", "-p", argument), ("-p", "a", "--chat", "--system")):
+        more = (argument,) if flags[-1] == "--system" else ()
+        assert run(tmp_path, *flags, *more) == 2
+        assert "atsc: the prompt is not UTF-8 text" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8"))
+    assert run(tmp_path, "-p", "-") == 1
+    assert "atsc: a text that is not UTF-8" in capsys.readouterr().err
     monkeypatch.setattr(FakePlan, "bos_token_id", 7)
     assert run(tmp_path, "-p", "", "-n", "1") == 0
 

@@ -53,6 +53,16 @@ def test_the_plans_own_rung(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert found["prompt_ns"] == found["prefill"]["round_ns"]
 
 
+def test_more_vram_than_the_plan_was_made_for_changes_nothing_and_it_says_so(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hint = "made for 325.00 MiB and takes no more; compile again"
+    for vram, is_more in (("1G", True), ("325M", False)):
+        assert cli.main(["simulate", str(folder), "--vram", vram]) == 0
+        assert (hint in capsys.readouterr().out) == is_more
+    assert "--vram 0 B: the plan's least placement takes" in refused(capsys, folder, "--vram", 0)[1]
+
+
 def test_less_vram_takes_the_rung_that_loading_would(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

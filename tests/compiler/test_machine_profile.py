@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import re
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,36 @@ def test_profile_writes_a_target_that_rooflines_are_made_of(
     assert 1e9 < (target.cpu_ops_per_s or 0) < 1e14
     if target.gpu:
         assert rates_of(target).gpu_bytes_per_s == target.vram_read_bytes_per_s
+
+
+def test_where_a_profile_cannot_be_written_nothing_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(machine_profile, "profile_machine", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    for file, expected in (
+        (tmp_path / "x.toml", f"{tmp_path} cannot be written; choose another"),
+        (tmp_path, "a folder; give the name of a file"),
+        (tmp_path / "no" / "x.toml", "create it"),
+    ):
+        assert cli.main(["profile", "-o", str(file)]) == 2
+        assert expected in capsys.readouterr().err
+
+
+def test_figures_have_their_units_for_people(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    laptop = resolve("laptop-rtx3060-6g")
+    monkeypatch.setattr(machine_profile, "profile_machine", lambda *_: laptop)
+    assert cli.main(["profile"]) == 0
+    shown = dict(re.split("  +", line, maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert (shown["vram"], shown["ram read"], shown["h2d"]) == (
+        "6.00 GiB",
+        "51.2 GB/s",
+        "31.5 GB/s",
+    )
+    assert (shown["cpu"], shown["hand off"]) == ("2300.0 G int8 op/s", "10.6 us")
+    assert (shown["cores"], shown["isa"]) == ("8", "x86-64-v4")
 
 
 @pytest.mark.toolchain
