@@ -52,6 +52,7 @@ class _Machine(ctypes.Structure):
         ("slot_bytes", ctypes.c_uint64),
         ("link_factor", ctypes.c_double),
         ("cpu_share", ctypes.c_double),
+        ("late_ns", ctypes.c_int64),
     )
 
 
@@ -100,7 +101,9 @@ def load_scheduler(exact: bool = False, toolchain: str | None = None) -> Schedul
                 for unit in units
             )
         )
-        machine = _Machine(slots.num_slots, slots.slot_bytes, slots.link_factor, slots.cpu_share)
+        machine = _Machine(
+            slots.num_slots, slots.slot_bytes, slots.link_factor, slots.cpu_share, slots.late_ns
+        )
         promotions, result = (_Promotion * len(units))(), _Result()
         library.atsc_schedule_transfers(
             packed,

@@ -53,6 +53,8 @@ class Machine:
     num_slots: int = 0
     cpu_share: float = 1.0
     """The CPU's speed while weights are copied, as a share of its speed alone; above 0."""
+    late_ns: int = 0
+    """The GPU sees so long after its end that a copy is there: another program has it meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +195,10 @@ class _Simulation:
     def run_on_gpu(self, unit: int) -> None:
         """Where it lives, or after its copy; then its slot is free."""
         copy = self._copied.get(unit)
-        if copy and copy.end_ns > self._now_ns:
-            self._exposed.append((unit, copy.end_ns - self._now_ns))
-            self._now_ns = copy.end_ns
+        ready_ns = copy.end_ns + self._machine.late_ns if copy else 0
+        if ready_ns > self._now_ns:
+            self._exposed.append((unit, ready_ns - self._now_ns))
+            self._now_ns = ready_ns
         self._occupy(Track.GPU, unit, self._times[unit].gpu_ns)
         if copy:
             self._copy_next(self._now_ns)

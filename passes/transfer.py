@@ -35,13 +35,14 @@ class Transferable:
 class Slots:
     """What promotions have to share, and how fast it is at present.
 
-    `link_factor` multiplies every copy's time; `cpu_share` is as in `Machine`.
+    `link_factor` multiplies every copy's time; `cpu_share` and `late_ns` are as in `Machine`.
     """
 
     num_slots: int
     slot_bytes: int
     link_factor: float = 1.0
     cpu_share: float = 1.0
+    late_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,12 @@ def scheduled(scenario: Scenario, scheduler: Scheduler, rows: int) -> tuple[int,
     """What a scheduler promotes in a round of `rows` tokens."""
     machine = scenario.machine
     units = transferable(scenario.units, scenario.times_at(rows), scenario.on_gpu, machine, rows)
-    slots = Slots(machine.num_slots, scenario.slot_bytes, cpu_share=machine.cpu_share)
+    slots = Slots(
+        machine.num_slots,
+        scenario.slot_bytes,
+        cpu_share=machine.cpu_share,
+        late_ns=machine.late_ns,
+    )
     return tuple(promotion.unit for promotion in scheduler(units, slots).promotions)
 
 

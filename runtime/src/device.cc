@@ -15,7 +15,7 @@ constexpr int64_t kPollNs = 1'000'000;             // how often a fault is asked
 constexpr uint64_t kPage = 4096;
 constexpr uint64_t kControlBytes = 32 << 10;       // holds 3840 stamps
 
-constexpr const char* kBranchNames[kNumBranches] = {"compute", "copy", "copy2", "copy3"};
+constexpr const char* kBranchNames[kNumBranches] = {"compute", "copy", "copy2", "stamps"};
 
 double mib(uint64_t bytes) { return static_cast<double>(bytes) / (1 << 20); }
 

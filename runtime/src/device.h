@@ -52,7 +52,10 @@
 //
 // Stamps. A hand-off writes the device's clock where a list asks for it, at 0.1 us or less: `send`
 // after its payload, a transfer before its own. `stamp` alone is a kernel of its own (about 1 us on
-// the branch). They are read after `wait`; Device::clock_offset_ns() puts them on the host's clock.
+// the branch). Among copies it would hold the engine up until the device has time for a kernel, which
+// takes long beside another program: put it on kStamps, behind a point of the copies' branch, where
+// nothing waits for it. They are read after `wait`; Device::clock_offset_ns() puts them on the host's
+// clock.
 //
 // Threads. Device: allocate, pin, build and uploads from any thread. Executable: run, await, raise
 // and wait from the thread that runs the round; release from any.
@@ -164,7 +167,7 @@ class HostRange {
   platform::Mapping memory_;
 };
 
-enum class Branch : uint8_t { kCompute, kCopy, kCopy2, kCopy3 };
+enum class Branch : uint8_t { kCompute, kCopy, kCopy2, kStamps };
 inline constexpr int kNumBranches = 4;
 
 inline constexpr int kNumFlags = 32;

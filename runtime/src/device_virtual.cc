@@ -184,7 +184,7 @@ class VirtualExecutable final : public Executable {
       if (gpu_.round_ != nullptr) {
         fail(ATSC_INTERNAL_ERROR, "a device round was started before another was over");
       }
-      points_.assign(points_.size(), false);
+      points_.assign(points_.size(), 0);
       running_ = static_cast<int>(
           std::ranges::count_if(branches_, [](const auto& branch) { return !branch.empty(); }));
       if (running_ == 0) return;
@@ -214,23 +214,29 @@ class VirtualExecutable final : public Executable {
         put_stamp(command.stamp);
         flags()[command.flag].value.store(command.value, std::memory_order_release);
         return true;
-      case Command::Kind::kStamp: put_stamp(command.stamp); return true;
+      case Command::Kind::kStamp:
+        // Of the point before it, however late its own thread is.
+        put_stamp(command.stamp, command.branch == Branch::kStamps
+                                     ? reached_ns_[static_cast<int>(Branch::kStamps)]
+                                     : now_ns());
+        return true;
       case Command::Kind::kWaitFlag: {
         const std::atomic<uint32_t>& flag = flags()[command.flag].value;
         const auto is_raised = [&] {
           return static_cast<int32_t>(flag.load(std::memory_order_acquire) - command.value) >= 0;
         };
-        if (is_raised()) return true;
-        if (!wait_until(is_raised)) return false;
-        sleep_until(now_ns() + gpu_.wake_ns_);
-        return true;
+        return wait_until(command.branch, is_raised);
       }
       case Command::Kind::kWaitPoint:
-        return wait_until([&] { return bool{points_[static_cast<size_t>(command.point)]}; });
+        return wait_until(command.branch, [&] {
+          int64_t& reached_ns = reached_ns_[static_cast<int>(command.branch)];
+          reached_ns = points_[static_cast<size_t>(command.point)];
+          return reached_ns > 0;
+        });
       case Command::Kind::kRecord: {
         {
           const std::lock_guard lock(gpu_.mutex_);
-          points_[static_cast<size_t>(command.point)] = true;
+          points_[static_cast<size_t>(command.point)] = now_ns();
         }
         gpu_.changed_.notify_all();
         return true;
@@ -247,21 +253,26 @@ class VirtualExecutable final : public Executable {
   }
 
   template <class Condition>
-  bool wait_until(Condition condition) {
+  bool wait_until(Branch branch, Condition condition) {
     std::unique_lock lock(gpu_.mutex_);
+    const bool yields = branch == Branch::kCompute && !condition();
     gpu_.changed_.wait(lock, [&] { return condition() || !gpu_.fault_.empty(); });
-    return gpu_.fault_.empty();
+    if (!gpu_.fault_.empty()) return false;
+    lock.unlock();
+    if (yields) sleep_until(now_ns() + gpu_.wake_ns_);
+    return true;
   }
 
-  void put_stamp(int stamp) {
-    if (stamp != kNoStamp) stamps()[stamp] = now_ns() + kClockAhead;
+  void put_stamp(int stamp, int64_t ns = now_ns()) {
+    if (stamp != kNoStamp) stamps()[stamp] = ns + kClockAhead;
   }
 
   VirtualGpu& gpu_;
   const bool is_graph_;
   const uint64_t device_bytes_;
   std::vector<Command> branches_[kNumBranches];
-  std::vector<bool> points_;
+  std::vector<int64_t> points_;  // when they were passed; 0: not yet
+  int64_t reached_ns_[kNumBranches] = {};  // the latest point that a branch waited for
   int running_ = 0;  // branches
 };
 

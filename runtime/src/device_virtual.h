@@ -38,7 +38,7 @@ class VirtualControls {
   virtual void set_slowdown(double factor) = 0;
   // Multiplies the time of each segment that the host computes beside the device; at least 1.
   virtual void set_host_slowdown(double factor) = 0;
-  // From the rise of a flag to the end of the wait for it.
+  // From the rise of a flag, or the end of a copy, to the end of the compute branch's wait for it.
   virtual void set_wake_ns(int64_t ns) = 0;
   // The next launch of such a kernel faults, as if it had read outside of memory.
   virtual void fail_kernel(const std::string& prefix) = 0;

@@ -295,9 +295,11 @@ void HybridExecutor::take_stamps(const HybridRound& prepared) {
   int64_t before_ns = 0;
   for (const PromotionStamps& stamps : round.promotion_stamps) {
     const int64_t begin_ns = stamps.begin == kNoStamp ? before_ns : at(stamps.begin);
-    const int64_t copied_ns = at(stamps.copied);
-    record_.copies.push_back({stamps.unit, std::max(begin_ns, before_ns), copied_ns,
-                              at(stamps.wait), at(stamps.ready)});
+    const int64_t ready_ns = at(stamps.ready);
+    // Whose stamp may be late.
+    const int64_t copied_ns = std::max(before_ns, std::min(at(stamps.copied), ready_ns));
+    record_.copies.push_back({stamps.unit, std::clamp(begin_ns, before_ns, copied_ns), copied_ns,
+                              at(stamps.wait), ready_ns});
     before_ns = copied_ns;
   }
 }

@@ -209,7 +209,7 @@ Drifts LoadMonitor::drifts() const {
 
 Speeds LoadMonitor::speeds() const {
   const Drifts now = drifts();
-  Speeds speeds{cpu_shares_, gpu_shares_, now.link, now.hand_off};
+  Speeds speeds{cpu_shares_, gpu_shares_, now.link, now.hand_off, now.wake};
   for (double& factor : speeds.cpu) factor *= now.cpu;
   for (double& factor : speeds.gpu) factor *= now.gpu;
   return speeds;

@@ -102,18 +102,24 @@ class Builder {
       const bool is_first = made_.promotion_stamps.empty();
       const bool may_wait = slot.freed != kNoPoint || promotion.not_before >= 0;
       const int begin = is_first || may_wait ? next_stamp_++ : kNoStamp;
-      if (begin != kNoStamp) list().stamp(Branch::kCopy, begin);
+      if (begin != kNoStamp) stamp_copies(begin);
       const UnitEntry& unit = plan_.units[promotion.unit];
       list().copy_to_device(Branch::kCopy, residency_.slot(promotion.slot),
                             residency_.weights() + unit.offset, unit.bytes);
       made_.promotion_stamps.push_back(
           {promotion.unit, begin, next_stamp_, next_stamp_ + 1, next_stamp_ + 2});
-      list().stamp(Branch::kCopy, next_stamp_);
+      stamp_copies(next_stamp_);
       next_stamp_ += 3;
       copied_[promotion.unit] = list().record(Branch::kCopy);
       slot.is_taken = true;
       ++next_copy_;
     }
+  }
+
+  // What the copies' branch has reached, without holding it up.
+  void stamp_copies(int stamp) {
+    list().wait_for(Branch::kStamps, list().record(Branch::kCopy));
+    list().stamp(Branch::kStamps, stamp);
   }
 
   void add_run(int index) {

@@ -159,11 +159,14 @@ std::vector<TransferUnit> TransferModel::units_of(const RoundShape& shape, const
   return made;
 }
 
+// A device that yielded comes back from a wait for a copy as late as from one for the host.
 TransferMachine TransferModel::machine(const Speeds& speeds) const {
+  const auto hand_off_ns = static_cast<double>(plan_.device.hand_off_ns);
   return {.num_slots = residency_.num_slots(),
           .slot_bytes = residency_.slot_bytes(),
           .link_factor = speeds.link,
-          .cpu_share = cpu_share()};
+          .cpu_share = cpu_share(),
+          .late_ns = std::llrint(hand_off_ns * std::max(speeds.wake - 1, 0.0))};
 }
 
 // Without promotions, a stretch that stays on the device costs the same whatever the others do: its

@@ -22,6 +22,7 @@ struct Speeds {
   std::vector<double> cpu, gpu;  // of a unit
   double link = 1;
   double hand_off = 1;
+  double wake = 1;               // of a hand-off to the device
 };
 
 class TransferModel {

@@ -19,10 +19,9 @@ constexpr int kRoundsToWait = 8;  // a drift takes four to follow
 // 50 us and more: no clock is so wrong, and another program's time slice takes longer.
 constexpr double kLateWake = 10;
 constexpr double kOtherWake = 2;  // by time slices it varies much
-// A device that yielded comes back late from a wait for a copy as well, which nobody predicts: rounds of
-// 35 promotions took 1.19 times as long as predicted, on an H200 that another program pressed. So a
-// retreat may be predicted to take this much longer than to stay; its trial decides.
-constexpr double kLateCopies = 1.1;
+// Beside another program predictions are worth less, and a retreat does with less of what it has: it may
+// be predicted to take this much longer than to stay. Its trial decides.
+constexpr double kUnsure = 1.1;
 
 bool is_late(const Drifts& now) { return now.wake > kLateWake; }
 
@@ -207,7 +206,10 @@ std::optional<TransferPolicy::Question> TransferPolicy::due(const RoundShape& sh
   }
   const bool may_stay = has_retreated && adopted.rounds_in_time < adopted.rounds_to_return;
   Speeds speeds = monitor.speeds();
-  if (may_stay) speeds.hand_off = std::max(speeds.hand_off, adopted.late_hand_off);
+  if (may_stay) {
+    speeds.hand_off = std::max(speeds.hand_off, adopted.late_hand_off);
+    speeds.wake = std::max(speeds.wake, adopted.late_wake);
+  }
   adopted.asked_ns = now_ns;
   return Question{shape,
                   num_versions_++,
@@ -232,7 +234,7 @@ TransferPolicy::Answer TransferPolicy::decide(const Question& question,
   answer.before_ns = model_.predict(scheduler, shape, speeds, question.present);
   TransferSchedule found = model_.schedule(scheduler, shape, speeds);
   if (question.may_retreat) {
-    auto most_ns = static_cast<int64_t>(static_cast<double>(found.round_ns) * kLateCopies);
+    auto most_ns = static_cast<int64_t>(static_cast<double>(found.round_ns) * kUnsure);
     for (std::vector<int>& retreats : model_.retreats(shape, speeds)) {
       TransferSchedule other = model_.schedule(scheduler, shape, speeds, retreats);
       if (other.round_ns >= most_ns) continue;
@@ -262,6 +264,7 @@ void TransferPolicy::settle(const Question& question, const Answer& answer, cons
   if (begins_retreat) {
     known->rounds_to_return = kRoundsToReturn;
     known->late_hand_off = question.drifts.hand_off;
+    known->late_wake = question.drifts.wake;
   }
   if (!options_.choose_at_random) known->trial.begin(begins_retreat);
   known->before = std::exchange(known->choice, answer.choice);

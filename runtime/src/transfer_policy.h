@@ -69,7 +69,8 @@ class TransferPolicy {
     int rounds_to_wait = 0;      // until speeds are those of the choice that came back
     // The drift with which a retreat was no faster, or had no memory; 0: none was refused.
     double refused_wake = 0;
-    double late_hand_off = 1;    // drift when the retreat began: the few that are left say little
+    // Drifts when the retreat began: the few hand-offs that are left say little.
+    double late_hand_off = 1, late_wake = 1;
     int rounds_in_time = 0;      // since the device came back late, while retreated
     int rounds_to_return = kRoundsToReturn;  // so many of those end the retreat
     uint64_t last_used = 0;

@@ -39,6 +39,7 @@ void TransferScheduler::prepare(std::span<const TransferUnit> units,
   units_ = units;
   num_slots_ = std::min(machine.num_slots, kMostSlots);
   cpu_share_ = machine.cpu_share;
+  late_ns_ = machine.late_ns;
   steps_.clear();
   copy_ns_.clear();
   promotable_.clear();
@@ -126,7 +127,7 @@ void TransferScheduler::promote(Label& label, int unit) const {
   const int64_t copied_ns = label.begin_ns + copy_ns_[unit];
   if (cpu_share_ != 1) slow_down(label, unit, copied_ns);
   if (unit > 0 && !label.on_device) label.now_ns += entry.to_device_ns;
-  label.now_ns = std::max(label.now_ns, copied_ns) + entry.gpu_ns;
+  label.now_ns = std::max(label.now_ns, copied_ns + late_ns_) + entry.gpu_ns;
   label.on_device = true;
   for (int slot = 1; slot < num_slots_; ++slot) label.uses[slot - 1] = label.uses[slot];
   label.uses[num_slots_ - 1] = {copied_ns, label.now_ns, unit};
@@ -147,7 +148,7 @@ void TransferScheduler::slow_down(Label& label, int unit, int64_t copied_ns) con
   int64_t before_ns = label.mark_ns, now_ns = label.mark_ns;
   bool on_device = label.mark_on_device;
   int use = 0, at = label.mark_unit + 1;
-  for (; at < unit && now_ns < copied_ns; ++at) {
+  for (; at < unit && now_ns < copied_ns + late_ns_; ++at) {
     const TransferUnit& entry = units_[at];
     while (use < num_slots_ && label.uses[use].unit < at) ++use;
     const bool promoted = use < num_slots_ && label.uses[use].unit == at;
@@ -159,8 +160,9 @@ void TransferScheduler::slow_down(Label& label, int unit, int64_t copied_ns) con
     }
     on_device = here;
     if (promoted) {
-      before_ns = std::max(before_ns, label.uses[use].copied_ns);
-      now_ns = std::max(now_ns, label.uses[use].copied_ns);
+      const int64_t ready_ns = label.uses[use].copied_ns + late_ns_;
+      before_ns = std::max(before_ns, ready_ns);
+      now_ns = std::max(now_ns, ready_ns);
     }
     before_ns += here ? entry.gpu_ns
                       : beside_copies_ns(entry.cpu_ns, label.copied_ns - before_ns);
@@ -230,7 +232,7 @@ TransferScheduler::Figures TransferScheduler::figures_of(const Label& label, int
 TransferScheduler::Figures TransferScheduler::most_to_dominate(const Label& label,
                                                                int unit) const {
   const int64_t longest_ns = rest_[unit].longest_copy_ns;
-  int64_t early_ns = label.now_ns - num_slots_ * longest_ns;
+  int64_t early_ns = label.now_ns - num_slots_ * longest_ns - late_ns_;
   Figures figures{label.now_ns, std::max(label.begin_ns, early_ns)};
   for (int slot = 1; slot < num_slots_; ++slot) {
     early_ns += longest_ns;

@@ -18,7 +18,7 @@
 // next copy may begin, its mark; the units since then are gone through again when there is a copy.
 //
 // Source: ATSInfer 4.4.2, Algorithm 2, extended by the serial copy engine, finite slots, and the
-// slower host; docs/scheduling.md has an example to follow by hand and what differs.
+// slower host, late devices; docs/scheduling.md has an example to follow by hand and what differs.
 #pragma once
 
 #include <array>
@@ -47,6 +47,7 @@ struct TransferMachine {
   uint64_t slot_bytes = 0;
   double link_factor = 1;  // times of copies now, as a multiple of `transfer_ns`
   double cpu_share = 1;    // the host's speed beside a copy, as a share of its speed alone; above 0
+  int64_t late_ns = 0;     // the device sees so long after its end that a copy is there
 };
 
 struct TransferSchedule {
@@ -130,6 +131,7 @@ class TransferScheduler {
   std::span<const TransferUnit> units_;
   int num_slots_ = 0;
   double cpu_share_ = 1;
+  int64_t late_ns_ = 0;
   std::vector<Rest> rest_;           // after a unit
   std::vector<int64_t> copy_ns_;     // of a unit
   std::vector<uint8_t> promotable_;  // a unit

@@ -64,7 +64,9 @@ def rounds(draw: st.DrawFn) -> tuple[list[UnitCost], list[bool], Machine]:
     on_gpu = [unit.side is None and draw(st.sampled_from([0, 0, 1])) == 1 for unit in units]
     links = st.builds(Link, st.integers(0, 5), st.sampled_from([0.0, 0.5, 1.0]))
     share = draw(st.sampled_from([1.0, 1.0, 0.83, 0.7, 0.5]))
-    return units, on_gpu, Machine(draw(links), draw(links), draw(st.integers(0, 4)), share)
+    late_ns = draw(st.sampled_from([0, 0, 3, 20]))
+    num_slots = draw(st.integers(0, 4))
+    return units, on_gpu, Machine(draw(links), draw(links), num_slots, share, late_ns)
 
 
 def promotable(units: list[UnitCost], on_gpu: list[bool], machine: Machine) -> list[int]:
@@ -86,7 +88,9 @@ def subsets(of: list[int]) -> Iterator[tuple[int, ...]]:
 def ask(scheduler: Scheduler, case: tuple[list[UnitCost], list[bool], Machine]) -> TransferSchedule:
     units, on_gpu, machine = case
     times = [unit.decode for unit in units]
-    slots = Slots(machine.num_slots, SLOT_BYTES, cpu_share=machine.cpu_share)
+    slots = Slots(
+        machine.num_slots, SLOT_BYTES, cpu_share=machine.cpu_share, late_ns=machine.late_ns
+    )
     return scheduler(transferable(units, times, on_gpu, machine, ROWS), slots)
 
 

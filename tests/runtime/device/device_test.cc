@@ -15,7 +15,7 @@ namespace {
 
 using platform::now_ns;
 
-constexpr Branch kBranches[] = {Branch::kCompute, Branch::kCopy, Branch::kCopy2, Branch::kCopy3};
+constexpr Branch kBranches[] = {Branch::kCompute, Branch::kCopy, Branch::kCopy2, Branch::kStamps};
 constexpr BuildMode kModes[] = {BuildMode::kGraph, BuildMode::kLaunches, BuildMode::kSynchronous};
 constexpr int kToHost = 0, kToDevice = 1;  // flags
 
