@@ -21,7 +21,8 @@ def logits_of(model: Path, spelling: Spelling) -> np.ndarray:
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
     session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     names = [value.name for value in session.get_outputs()]
-    element = np.dtype(spelling.narrow or np.float32)
+    halves = any(v.type == "tensor(float16)" for v in session.get_inputs())
+    element = np.float16 if halves else np.float32
     is_static = Decoder(spelling).is_static
     empty = np.zeros((1, KV_HEADS, CONTEXT if is_static else 0, SIZE), element)
     caches = {
@@ -44,7 +45,7 @@ def logits_of(model: Path, spelling: Spelling) -> np.ndarray:
         wanted = {value.name for value in session.get_inputs()}
         given = {name: array for name, array in (feeds | caches).items() if name in wanted}
         results = dict(zip(names, session.run(names, given), strict=True))
-        rows.append(results["logits"][0])
+        rows.append(results["logits"][0].astype(np.float32))
         caches = {name: results[name.replace("past_key_values", "present")] for name in caches}
         position = total
     return np.concatenate(rows)

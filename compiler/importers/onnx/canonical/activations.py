@@ -1,5 +1,6 @@
-"""GELU spelled out, to Gelu.
+"""GELU spelled out, to Gelu, and Relu.
 
+    max(x, 0)                                                      a Max, or a Clip without maximum
     x * 0.5 * (1 + erf(x / sqrt(2)))                               the exact one, around an Erf
     x * 0.5 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)))      around a Tanh
 
@@ -18,20 +19,35 @@ from atsc.compiler.importers.onnx.canonical.rounds import (
     Node,
     NotEvaluable,
     Value,
+    constant_of,
     data_inputs,
     readers,
 )
 from atsc.compiler.ops.activation import apply_activation
 
 _KINDS = {"Erf": ("gelu", "none"), "Tanh": ("gelu_tanh", "tanh")}
-_STEPS = ("Add", "Mul", "Div", "Pow", "Cast", "Sub")
+_STEPS = ("Add", "Mul", "Div", "Pow", "Sub")
 
 
 def rewrite_activations(editor: Editor) -> None:
-    """Rewrite every GELU of the graph."""
+    """Rewrite every such activation of the graph."""
     for node in list(editor.graph):
-        if node.op_type in _KINDS and editor.rounds.is_data(node.outputs[0]):
+        if node.domain or not editor.rounds.is_data(node.outputs[0]):
+            continue
+        if node.op_type in _KINDS:
             _rewrite(editor, node)
+        elif node.op_type in ("Max", "Clip"):
+            _rewrite_relu(editor, node)
+
+
+def _rewrite_relu(editor: Editor, node: Node) -> None:
+    inputs = [value for value in node.inputs if value is not None]
+    (x, *others) = sorted(inputs, key=editor.rounds.is_data, reverse=True)
+    constants = [constant_of(other) for other in others]
+    no_limit = node.op_type == "Max" or len(node.inputs) < 3 or node.inputs[2] is None
+    if no_limit and len(constants) == 1 and constants[0] is not None and not constants[0].any():
+        name = f"{node.name or node.outputs[0].name}/relu"
+        editor.replace(node.outputs[0], editor.node("Relu", [x], name)[0])
 
 
 def _rewrite(editor: Editor, anchor: Node) -> None:

@@ -72,7 +72,7 @@ def _refuse(editor: Editor, anchor: Node, reason: str) -> None:
     editor.refuse(anchor, reason)
     rounds = editor.rounds
     for node in readers(anchor.outputs):
-        if node.op_type in ("IsNaN", "Where", "Cast"):
+        if node.op_type in ("IsNaN", "Where"):
             editor.silence(node)
 
     def is_outside(value: Value) -> bool:
@@ -255,7 +255,7 @@ def _score_function(editor: Editor, found: _Found) -> tuple[float, float]:
 
     scale = 256 * score(0.0625, 0.0625) / _aligned(found)
     usual = 1 / math.sqrt(size)
-    if abs(scale - usual) < 1e-3 * usual:
+    if abs(scale - usual) < 1e-5 * usual:
         scale = usual
     if not region.has_tanh:
         return scale, 0.0

@@ -1,16 +1,18 @@
 """canonicalize: decomposed decoders as the operators that the importer takes. Start reading here.
 
     branches     the If of a merged decoder          -> its branch with a cache
-    fused_products  FusedMatMul of onnxruntime       -> MatMul between Transpose and Mul
+    casts        between float types, of activations -> nothing
+    fused_products  FusedMatMul and FusedGemm        -> MatMul between Transpose and Mul, Gemm
     weight_sums  x (W + A B), of adapters (LoRA)     -> products with W, and with A and B
+    softmaxes    Exp over its sum                    -> Softmax
+    tables       rows by token id along any axis     -> TableRows
     norms        RMSNorm, LayerNorm                  -> SimplifiedLayerNormalization and
                                                         LayerNormalization
-    head_norms   norms of heads, one by one           -> one norm with weights of each head
-    tables       rows by token id along any axis     -> TableRows
+    head_norms   norms of heads, one by one          -> one norm with weights of each head
     positions    rows added by position              -> AddPositions
     attention    Softmax or Attention-23, with rope, -> GroupQueryAttention
                  masks, caches, repeated heads
-    activations  gelu spelled with Erf or Tanh       -> Gelu
+    activations  gelu spelled with Erf or Tanh, Max  -> Gelu, Relu
     movements    what leaves every element in place  -> Reshape, or nothing
 
 A rewrite finds a part of the graph by an anchor node, measures its parameters and proves them by
@@ -27,6 +29,7 @@ import onnx_ir
 from atsc.compiler.importers.onnx.canonical.activations import rewrite_activations
 from atsc.compiler.importers.onnx.canonical.attention import rewrite_attention
 from atsc.compiler.importers.onnx.canonical.branches import rewrite_branches
+from atsc.compiler.importers.onnx.canonical.casts import rewrite_casts
 from atsc.compiler.importers.onnx.canonical.editor import Editor
 from atsc.compiler.importers.onnx.canonical.fused_products import rewrite_fused_products
 from atsc.compiler.importers.onnx.canonical.head_norms import rewrite_head_norms
@@ -34,13 +37,16 @@ from atsc.compiler.importers.onnx.canonical.movements import rewrite_movements
 from atsc.compiler.importers.onnx.canonical.norms import rewrite_norms
 from atsc.compiler.importers.onnx.canonical.positions import rewrite_positions
 from atsc.compiler.importers.onnx.canonical.rounds import Rounds, readers
+from atsc.compiler.importers.onnx.canonical.softmaxes import rewrite_softmaxes
 from atsc.compiler.importers.onnx.canonical.tables import rewrite_tables
 from atsc.compiler.importers.onnx.canonical.weight_sums import rewrite_weight_sums
 
 _REWRITES = (
     rewrite_branches,
+    rewrite_casts,
     rewrite_fused_products,
     rewrite_weight_sums,
+    rewrite_softmaxes,
     rewrite_tables,
     rewrite_norms,
     rewrite_head_norms,

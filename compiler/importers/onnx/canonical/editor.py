@@ -29,7 +29,7 @@ class Editor:
         """Tokens for which caches of a fixed size have room; None: they grow."""
         self.refused: dict[str, str] = {}
         """Reasons by name of node; empty for nodes that only belong to such a one."""
-        self.tolerance = 2e-2 if _is_half(graph) else 1e-4
+        self.tolerance = 1e-3 if _is_half(graph) else 1e-4
         """How far an exact rewrite may be from what the graph computes, relative L2."""
         self._lengths: tuple[Value, Value] | None = None
 
@@ -120,7 +120,7 @@ class Editor:
 
 
 def _is_half(graph: onnx_ir.Graph) -> bool:
-    """Whether activations are rounded to half floats anywhere."""
+    """Whether constants may be half floats: the numbers of a formula are rounded with them."""
     half = (onnx_ir.DataType.FLOAT16, onnx_ir.DataType.BFLOAT16)
     casts = (node for node in graph if node.op_type == "Cast")
     return any(value.dtype in half for value in graph.inputs) or any(

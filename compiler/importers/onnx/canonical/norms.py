@@ -22,7 +22,7 @@ from atsc.compiler.importers.onnx.canonical.rounds import (
     readers,
 )
 
-_STEPS = ("Add", "Sqrt", "Reciprocal", "Pow", "Div", "Cast", "Mul", "Sub", "Max", "Clip")
+_STEPS = ("Add", "Sqrt", "Reciprocal", "Pow", "Div", "Mul", "Sub", "Max", "Clip")
 
 
 def rewrite_norms(editor: Editor) -> None:
@@ -59,36 +59,27 @@ def _rewrite(editor: Editor, mean: Node) -> None:
 
 
 def _is_centred(mean: Node) -> bool:
-    square = _uncast(mean.inputs[0])
+    square = mean.inputs[0]
     maker = None if square is None else square.producer()
-    centre = None if maker is None else _uncast(maker.inputs[0])
+    centre = None if maker is None else maker.inputs[0]
     inner = None if centre is None else centre.producer()
     return inner is not None and inner.op_type == "Sub"
 
 
 def _source(editor: Editor, mean: Node) -> Value | None:
-    """x, of which the mean of squares is taken; casts before it are part of the norm."""
-    square = _uncast(mean.inputs[0])
+    """x, of which the mean of squares is taken."""
+    square = mean.inputs[0]
     maker = None if square is None else square.producer()
     if maker is None or maker.op_type not in ("Pow", "Mul"):
         return None
     if maker.op_type == "Mul" and maker.inputs[0] is not maker.inputs[1]:
         return None
-    x = _uncast(maker.inputs[0])
+    x = maker.inputs[0]
     if x is not None and _is_centred(mean):
         subtract = x.producer()
         assert subtract is not None
-        x = _uncast(subtract.inputs[0])
+        x = subtract.inputs[0]
     return x
-
-
-def _uncast(value: Value | None) -> Value | None:
-    while value is not None:
-        node = value.producer()
-        if node is None or node.op_type != "Cast":
-            return value
-        value = node.inputs[0]
-    return None
 
 
 def _merge(editor: Editor, mean: Node) -> tuple[Value, list[Array]] | None:
@@ -118,10 +109,6 @@ def _affine(editor: Editor, value: Value, width: int, centred: bool) -> tuple[Ar
         if len(nodes) != 1 or value.is_graph_output():
             return weight, bias, value
         (node,) = nodes
-        if node.op_type == "Cast":
-            # A cast at the end changes nothing for us; before a weight it is part of the norm.
-            value = node.outputs[0]
-            continue
         others = [v for v in node.inputs if v is not None and v is not value]
         level = wanted.get(node.op_type, 0)
         if len(others) != 1 or not stage < level <= 2:

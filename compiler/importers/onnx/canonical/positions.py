@@ -1,6 +1,7 @@
 """Learned or sinusoidal positions: rows that depend on the position alone, added to activations.
 
     Add(x, rows)    rows [1, M, W] computed without activations     -> AddPositions(x, table)
+    SkipLayerNormalization(x, rows, ...)                            -> the same, and a norm
 
 The table is what the graph computes for every position, so that offsets into it, scales and casts
 need no rule; that a row does not depend on the round is checked.
@@ -28,9 +29,23 @@ from atsc.compiler.importers.onnx.canonical.rounds import (
     Value,
 )
 
+_SKIP_NORMS = {
+    "SkipLayerNormalization": ("LayerNormalization", 3),
+    "SkipSimplifiedLayerNormalization": ("SimplifiedLayerNormalization", 2),
+}
+"""The norm of a sum that onnxruntime's optimiser writes -> the norm, and how many of its inputs
+that takes before the bias; the sum is output 3."""
+_DEFAULT_EPSILON = 1e-12
+
 
 def rewrite_positions(editor: Editor) -> None:
     """Rewrite every sum of activations and rows by position."""
+    for node in list(editor.graph):
+        if node.op_type in _SKIP_NORMS and any(
+            value is not None and editor.rounds.depends(value) == "round"
+            for value in node.inputs[:2]
+        ):
+            _take_apart(editor, node)
     for node in list(editor.graph):
         if node.op_type != "Add" or node.domain or not editor.rounds.is_data(node.outputs[0]):
             continue
@@ -44,6 +59,22 @@ def rewrite_positions(editor: Editor) -> None:
                 _rewrite(editor, node, a, b)
         except (Refusal, NotEvaluable) as reason:
             editor.refuse(node, f"what is added to activations is no row by position: {reason}")
+
+
+def _take_apart(editor: Editor, node: Node) -> None:
+    """Put a sum and a norm in the place of both in one."""
+    kind, count = _SKIP_NORMS[node.op_type]
+    name = node.name or node.outputs[0].name or kind
+    (total,) = editor.node("Add", list(node.inputs[:2]), f"{name}/add")
+    for bias in node.inputs[count + 1 :]:
+        if bias is not None:
+            (total,) = editor.node("Add", [total, bias], f"{name}/add_bias")
+    epsilon = node.attributes["epsilon"].value if "epsilon" in node.attributes else _DEFAULT_EPSILON
+    weights = list(node.inputs[2 : count + 1])
+    (y,) = editor.node(kind, [total, *weights], f"{name}/norm", epsilon=float(epsilon), axis=-1)
+    editor.replace(node.outputs[0], y)
+    if len(node.outputs) > 3:
+        editor.replace(node.outputs[3], total)
 
 
 def _rewrite(editor: Editor, node: Node, x: Value, added: Value) -> None:

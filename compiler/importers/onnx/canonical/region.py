@@ -28,7 +28,7 @@ from atsc.compiler.importers.onnx.canonical.rounds import (
 )
 
 _NORMS = ("SimplifiedLayerNormalization", "RMSNormalization", "LayerNormalization")
-_AFTER_SOFTMAX = ("Cast", "Where", "Identity", "Dropout")
+_AFTER_SOFTMAX = ("Where", "Identity", "Dropout")
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ import onnx_ir
 from numpy.typing import NDArray
 from onnx.reference import ReferenceEvaluator
 
-from atsc.compiler.importers.onnx.canonical.quantized_tables import EVALUATED
+from atsc.compiler.importers.onnx.canonical.evaluated import EVALUATED
 
 Array = NDArray[Any]
 Value = onnx_ir.Value
@@ -287,7 +287,7 @@ class Rounds:
             ]
             return [result.shape for result in self._run(node, inputs)]
         if node.op_type in ("Attention", "RotaryEmbedding") or "Norm" in node.op_type:
-            return [shapes[0]]
+            return [shapes[0]] * len(node.outputs)
         try:
             return [np.broadcast_shapes(*shapes)] * len(node.outputs)
         except ValueError as error:

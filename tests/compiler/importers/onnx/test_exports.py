@@ -12,6 +12,7 @@ import onnx
 import pytest
 from interpreter import Interpreter, replay
 from onnx import TensorProto
+from onnxruntime.transformers.optimizer import optimize_model
 
 from atsc.compiler.errors import ModelError
 from atsc.compiler.importers.onnx import import_onnx
@@ -159,6 +160,18 @@ def test_half_precision_files(
     narrowed(folder, tmp_path, element)
     expected = np.load(folder / "expected.npz")["logits"]
     assert relative_l2(logits(tmp_path, 1, True), expected) <= tolerance
+
+
+@pytest.mark.parametrize("name", ["optimum-tiny-qwen2", "optimum-tiny-opt"])
+def test_files_of_the_optimiser_of_transformers(export: Export, tmp_path: Path, name: str) -> None:
+    """Rope as RotaryEmbedding of heads in the midst of plain attention."""
+    folder = export(name)
+    model = optimize_model(str(folder / "model.onnx"), "bert", opt_level=0)
+    assert ("RotaryEmbedding" in model.get_operator_statistics()) == ("qwen2" in name)
+    model.save_model_to_file(str(tmp_path / "model.onnx"))
+    shutil.copy(folder / "expected.npz", tmp_path)
+    expected = np.load(folder / "expected.npz")["logits"]
+    assert relative_l2(logits(tmp_path, 1, True), expected) <= 2e-3
 
 
 def test_a_folder_and_its_file_are_the_same_model(export: Export) -> None:

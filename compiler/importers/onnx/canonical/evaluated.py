@@ -1,8 +1,10 @@
-"""Operators on quantised constants, which onnx's reference lacks or has in late opsets only.
+"""Operators that onnx's reference lacks or has in late opsets only.
 
 Exporters quantise tables of positions like any other; what such a table holds has to be evaluated.
+onnxruntime's optimiser fuses rope alone where it does not know the attention around it.
 Sources: ONNX DequantizeLinear-23; com.microsoft GatherBlockQuantized, whose zero point is half the
-range where data of bytes has none, and 0 where data of 4-bit elements has none.
+range where data of bytes has none, and 0 where data of 4-bit elements has none; com.microsoft
+RotaryEmbedding.
 """
 
 from __future__ import annotations
@@ -15,12 +17,13 @@ import onnx_ir
 from numpy.typing import NDArray
 
 from atsc.compiler.importers.onnx.quantized import spread
+from atsc.compiler.ops.rope import rotate
 
 _Array = NDArray[Any]
 
 
 def _number(node: onnx_ir.Node, name: str, default: int) -> int:
-    return int(node.attributes[name].value) if name in node.attributes else default
+    return node.attributes[name].value if name in node.attributes else default
 
 
 def _dequantized(
@@ -56,6 +59,24 @@ def _gather_block_quantized(node: onnx_ir.Node, inputs: list[_Array | None]) -> 
     return np.take(table, places, axis=_number(node, "gather_axis", 0))
 
 
+def _rotary_embedding(node: onnx_ir.Node, inputs: list[_Array | None]) -> _Array:
+    """Rows [1, M, H * D] or heads [1, H, M, D]; one position is that of the first token."""
+    x, positions, cos, sin = inputs
+    assert x is not None and positions is not None and cos is not None and sin is not None
+    if _number(node, "scale", 1) != 1 or _number(node, "is_packed_batching", 0):
+        raise NotImplementedError("attributes scale and is_packed_batching")
+    by_head = x.ndim == 4
+    tokens = x.shape[2 if by_head else 1]
+    offsets = np.arange(tokens if positions.ndim == 1 else 1)
+    places = positions.reshape(-1).astype(np.int64) + offsets
+    angles = np.stack([cos[places], sin[places]]).astype(np.float32)
+    size = x.shape[-1] // (_number(node, "num_heads", 0) or x.shape[-1] // (2 * cos.shape[-1]))
+    heads = x[0].swapaxes(0, 1) if by_head else x.reshape(tokens, -1, size)
+    interleaved = bool(_number(node, "interleaved", 0))
+    turned: _Array = rotate(heads.astype(np.float32), angles[0], angles[1], interleaved)
+    return (turned.swapaxes(0, 1) if by_head else turned).reshape(x.shape)
+
+
 def _unpacked(packed: _Array, bits: int) -> _Array:
     """Bytes as codes along the last axis, low bits first."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
@@ -69,5 +90,6 @@ EVALUATED: Mapping[
     ("", "DequantizeLinear"): _dequantize_linear,
     ("com.microsoft", "DequantizeLinear"): _dequantize_linear,
     ("com.microsoft", "GatherBlockQuantized"): _gather_block_quantized,
+    ("com.microsoft", "RotaryEmbedding"): _rotary_embedding,
 }
 """(domain, operator) -> its output; what does not fit raises whatever numpy raises."""
