@@ -15,6 +15,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TextIO
 
@@ -185,6 +186,20 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
+def _cache_hint(path: object) -> str:
+    """Nobody named the cache folder, so where it fails, it is named."""
+    from atsc.codegen.toolchain import cache_dir
+
+    cache = cache_dir()
+    if not isinstance(path, str) or not path:
+        return ""
+    if not Path(path).is_relative_to(cache) and not cache.is_relative_to(path):
+        return ""
+    return (
+        f"; what is compiled is kept in {cache}: set ATSC_CACHE_DIR to a folder that can be written"
+    )
+
+
 def _explain(error: Exception, verbose: bool) -> str:
     """Write what went wrong to stderr, and return it."""
     if verbose:
@@ -200,7 +215,7 @@ def _explain(error: Exception, verbose: bool) -> str:
         message = f"a text that is not UTF-8 ({error.reason}); convert it first, as iconv does"
     elif isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
-        message = f"{where}{error.strerror or error}"
+        message = f"{where}{error.strerror or error}{_cache_hint(error.filename)}"
     else:
         hint = "" if verbose else "; run again with -v for the traceback"
         message = f"internal error, please report it: {type(error).__name__}: {error}{hint}"

@@ -61,6 +61,7 @@ class Findings:
     packages: dict[str, str]
     cache_dir: Path
     cache_bytes: int
+    cache_is_writable: bool
 
 
 def add(parsers: Any) -> argparse.ArgumentParser:
@@ -109,6 +110,7 @@ def examine() -> Findings:
         packages={name: _version(name, module) for name, module in PACKAGES.items()},
         cache_dir=cache_dir(),
         cache_bytes=_folder_bytes(cache_dir()),
+        cache_is_writable=_is_writable(cache_dir()),
     )
 
 
@@ -121,6 +123,10 @@ def features_of(found: Findings) -> list[Feature]:
     compiler: dict[str, str] = {}
     if not found.compiler and not found.zig:
         compiler = {"a C++ compiler": "apt install g++, or pip install 'atsc[zig]'"}
+    if not found.cache_is_writable:
+        compiler[f"a cache folder that can be written, not {found.cache_dir}"] = (
+            "set ATSC_CACHE_DIR to one"
+        )
     cuda = {} if found.cuda_compiler else {"NVRTC or nvcc": "pip install 'atsc[cuda]'"}
 
     def lacks(extra: str, *names: str) -> dict[str, str]:
@@ -199,6 +205,14 @@ def _available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
         return 0
     found = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
     return int(next(found, 0)) << 10
+
+
+def _is_writable(folder: Path) -> bool:
+    """Or can be made, in the nearest of its parents that is there."""
+    nearest = next(
+        path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()
+    )
+    return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
 
 
 def _folder_bytes(folder: Path) -> int:

@@ -60,7 +60,7 @@ def add(parsers: Any) -> argparse.ArgumentParser:
         "--seed",
         type=at_least(0),
         metavar="N",
-        help="the same seed gives the same text (default: another every time)",
+        help="with a temperature: the same seed gives the same text (default: another every time)",
     )
     parser.add_argument(
         "--threads", type=at_least(1), metavar="N", help="of the CPU (default: one a core)"
@@ -140,7 +140,13 @@ def run(args: argparse.Namespace, console: Console) -> int:
             converse(writer, plan, console, args.system)
             return 0
         text = sys.stdin.read() if args.prompt == "-" else args.prompt
-        answer = writer.answer(_prompt(writer, args, text))
+        prompt = _prompt(writer, args, text)
+        try:
+            answer = writer.answer(prompt)
+        except KeyboardInterrupt:
+            if not args.json:
+                print(flush=True)  # or the shell's prompt would go on in the text's last line
+            raise
     if args.json:
         console.result({"prompt": text, **answer.document()}, "")
     else:

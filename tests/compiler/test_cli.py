@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -265,6 +266,21 @@ def test_every_error_is_one_line(
     monkeypatch.setattr(driver, "compile_model", FakeDriver(None, fail))
     assert expected in one_line(atsc("compile", model), code)
     assert "Traceback" in atsc("compile", model, "-v").err
+
+
+def test_a_cache_that_cannot_be_written_is_named(
+    atsc: Atsc, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail_at(path: Path) -> None:
+        raise OSError(30, "Read-only file system", str(path))
+
+    cache = model.parent / "cache" / "atsc"
+    monkeypatch.setenv("ATSC_CACHE_DIR", str(cache))
+    for path, is_cache in ((cache.parent, True), (cache / "objects", True), (model, False)):
+        monkeypatch.setattr(driver, "compile_model", FakeDriver(None, partial(fail_at, path)))
+        text = one_line(atsc("compile", model), 1)
+        assert text.startswith(f"atsc: {path}: Read-only file system")
+        assert (f"kept in {cache}: set ATSC_CACHE_DIR to a folder" in text) == is_cache
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

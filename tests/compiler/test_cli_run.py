@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,21 @@ def test_json_is_one_document(
     )
     assert (document["prompt"], document["num_prompt_tokens"]) == ("abc", 3)
     assert captured.err == ""
+
+
+def test_an_interrupted_text_ends_its_line(
+    plan: FakePlan, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    def interrupted(session: FakeSession, ids: list[int], **options: Any) -> Iterator[int]:
+        yield from (ord("1"), ord("2"), ord("3"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(FakeSession, "generate", interrupted)
+    assert run(tmp_path, "-p", "abc") == 130
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("12\n", "")
+    assert run(tmp_path, "-p", "abc", "--json") == 130
+    assert capsys.readouterr().out == ""
 
 
 def test_a_full_context_is_said(

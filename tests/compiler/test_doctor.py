@@ -39,6 +39,7 @@ WHOLE = doctor.Findings(
     packages=dict.fromkeys(doctor.PACKAGES, "1.0"),
     cache_dir=Path("/home/me/.cache/atsc"),
     cache_bytes=300 << 20,
+    cache_is_writable=True,
 )
 
 
@@ -53,6 +54,24 @@ def without(*names: str) -> dict[str, str]:
 
 def test_a_whole_machine_lacks_nothing() -> None:
     assert missing() == {}
+
+
+def test_a_cache_that_cannot_be_written() -> None:
+    wanted = {
+        "a cache folder that can be written, not /home/me/.cache/atsc": "set ATSC_CACHE_DIR to one"
+    }
+    assert missing(cache_is_writable=False) == {
+        "compile": wanted,
+        "compile for a GPU": wanted,
+    }
+
+
+def test_whether_a_cache_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor._is_writable(tmp_path / "not" / "yet")
+    (tmp_path / "file").touch()
+    assert not doctor._is_writable(tmp_path / "file" / "atsc")
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    assert not doctor._is_writable(tmp_path / "not" / "yet")
 
 
 def test_what_each_package_is_for() -> None:
