@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from atsc.compiler.commands.console import Console, counted
-from atsc.compiler.errors import CancelledError, PlanError, UsageError
+from atsc.compiler.errors import CancelledError, UsageError
 
 if TYPE_CHECKING:
     from atsc.compiler.commands.trace import Trace
@@ -154,6 +153,7 @@ class Writer:
             )
         self._stop = False
         begin = first = last = time.perf_counter()
+        begin_ns = time.monotonic_ns()
         kept = self._keep(ids)
         stream = self._plan.tokenizer.stream()
         tokens: list[int] = []
@@ -165,6 +165,7 @@ class Writer:
                     first = last
                 tokens.append(token)
                 self._print(pieces, stream.push(token))
+                self._tell_changes(begin_ns)
                 if self._stop:
                     break
         except CancelledError:
@@ -175,7 +176,7 @@ class Writer:
         if self._trace:
             self._trace.collect(self._session)
         self._print(pieces, stream.flush())
-        self._tell_changes()
+        self._tell_changes(begin_ns)
         if not tokens:
             first = last = time.perf_counter()
         text = "".join(pieces)
@@ -190,14 +191,14 @@ class Writer:
             finish=self._finish(len(tokens)),
         )
 
-    def _tell_changes(self) -> None:
-        """With -v: what rounds promote since when, and why."""
+    def _tell_changes(self, begin_ns: int) -> None:
+        """With -v: what rounds promote from now on, and why, at once."""
         if not self._console.verbose:
             return
-        with contextlib.suppress(PlanError):  # plans of an older atsc keep no log
-            for change in self._plan.take_changes():
-                ago = (time.monotonic_ns() - change.when_ns) / 1e9
-                self._console.note(f"{ago:.1f} s ago: {change}")
+        for change in self._plan.take_changes():
+            if not self._args.json and sys.stdout.isatty() and sys.stderr.isatty():
+                print(flush=True)  # not on the text's own line
+            self._console.note(f"{(change.when_ns - begin_ns) / 1e9:.1f} s: {change}")
 
     def _finish(self, num_tokens: int) -> str:
         if self._stop:
