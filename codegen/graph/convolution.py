@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from atsc.codegen.graph.elementwise import FLOATS, cast, elementwise
+from atsc.codegen.graph.elementwise import FLOATS, cast
 from atsc.codegen.graph.frames import MOST_TAPS, Frame, Taps, WindowsRight, framed
-from atsc.codegen.graph.linear import matrix_product, without_zero_point
+from atsc.codegen.graph.integer_windows import code_convolution
+from atsc.codegen.graph.linear import matrix_product, without_dimensions, without_zero_point
 from atsc.codegen.graph.lower import Lowering, RefusedError, Rule
 from atsc.codegen.graph.moves import padded, reshaped, transposed
 from atsc.codegen.graph.products import Product
@@ -21,13 +22,34 @@ from atsc.compiler.tensor_graph import OnnxNode
 
 def _conv(g: Lowering, node: OnnxNode, x: list[Any]) -> Tensor:
     image, weight = x[:2]
-    kernel = [_number(size, "the kernel") for size in weight.shape[2:]]
-    if image.rank < 3:
-        raise RefusedError(f"an image of {image.rank} dimensions")
-    windows = Windows(g, node, image, kernel)
+    windows = _windows(g, node, image, weight)
+    made = _dequantised_convolution(g, node, image, weight, windows)
+    if made is not None:
+        return _biased(g, made, _bias(x))
     return _convolution(
         g, g.cheap(image), weight, windows, node.attrs.get("group", 1), _bias(x), "0"
     )
+
+
+def _windows(g: Lowering, node: OnnxNode, image: Tensor, weight: Tensor) -> Windows:
+    if image.rank < 3:
+        raise RefusedError(f"an image of {image.rank} dimensions")
+    kernel = [_number(size, "the kernel") for size in weight.shape[2:]]
+    return Windows(g, node, image, kernel)
+
+
+def _dequantised_convolution(
+    g: Lowering, node: OnnxNode, image: Tensor, weight: Tensor, windows: Windows
+) -> Tensor | None:
+    """Of floats that stand for integers, by those; None where they do not."""
+    a, b = image.quantised, weight.quantised
+    if a is None or b is None or a.axis is not None or b.axis not in (None, 0):
+        return None
+    total = integer_convolution(g, node, windows, (a.codes, a.zero), (b.codes, b.zero))
+    factor = binary(
+        g, without_dimensions(g, a.scale), of_first(g, b.scale, total.rank - 1), "{0} * {1}"
+    )
+    return binary(g, cast(g, total, "float32"), factor, "{0} * {1}")
 
 
 def _bias(x: list[Any]) -> Tensor | None:
@@ -109,18 +131,37 @@ def _framed_convolution(
 
 
 def _conv_integer(g: Lowering, node: OnnxNode, x: list[Any]) -> Tensor:
-    zeros = [*x[2:], None, None][:2]
+    image_zero, weight_zero = [*x[2:], None, None][:2]
+    windows = _windows(g, node, x[0], x[1])
+    return integer_convolution(g, node, windows, (x[0], image_zero), (x[1], weight_zero))
+
+
+Codes = tuple[Tensor, Tensor | None]
+
+
+def integer_convolution(
+    g: Lowering, node: OnnxNode, windows: Windows, image: Codes, weight: Codes
+) -> Tensor:
+    """ConvInteger: an image less its zero point by kernels less theirs, exact, as int32."""
+    group = int(node.attrs.get("group", 1))
+    depth = _number(weight[0].shape[1], "the kernel")
+    g.agree(image[0].shape[1], Dim.of(depth * group), "channels of the image and of the kernel")
+    made = code_convolution(g, *image, *weight, windows, group)
+    if made is not None:
+        return made
     # Padding is of zero points, that is of zeros once those are taken off.
-    image = without_zero_point(g, x[0], zeros[0], False)
-    weight = cast(g, x[1], "int32")
-    if zeros[1] is not None:
-        zero = cast(g, zeros[1], "int32")
-        if zero.rank == 1 and zero.shape[0].constant != 1:
-            zero = reshaped(g, zero, (zero.shape[0], *[Dim.of(1)] * (weight.rank - 1)))
-        weight = elementwise(g, [weight, zero], "int32", lambda a, b: f"{a} - {b}")
-    kernel = [_number(size, "the kernel") for size in weight.shape[2:]]
-    windows = Windows(g, node, image, kernel)
-    return _convolution(g, image, weight, windows, node.attrs.get("group", 1), None, "0")
+    centred = without_zero_point(g, *image, False)
+    kernels, zero = weight
+    zero = None if zero is None else of_first(g, zero, kernels.rank)
+    kernels = without_zero_point(g, kernels, zero, False)
+    return _convolution(g, centred, kernels, windows, group, None, "0")
+
+
+def of_first(g: Lowering, x: Tensor, rank: int) -> Tensor:
+    """A parameter of a whole tensor, or of each element of its first dimension, to broadcast."""
+    if x.size == Dim.of(1):
+        return reshaped(g, x, ())
+    return reshaped(g, x, (x.shape[0], *[Dim.of(1)] * (rank - 1)))
 
 
 def _max_pool(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:

@@ -163,6 +163,53 @@ def test_what_quantize_dynamic_writes_is_one_kernel_a_product(level: str) -> Non
     np.testing.assert_allclose(runner(w.inputs)[made], wanted, rtol=1e-6, atol=1e-6)
 
 
+Attributes = Mapping[str, Any]
+CONVOLUTIONS: tuple[tuple[tuple[int, ...], tuple[int, ...], Attributes], ...] = (
+    ((2, 6, 23, 37), (20, 6, 3, 3), {"pads": [1, 1, 1, 1]}),
+    ((2, 6, 23, 37), (9, 2, 1, 3), {"group": 3, "dilations": [1, 4]}),
+    ((1, 8, 9, 11), (181, 8, 1, 1), {}),  # more rows than a tile has
+    ((2, 5, 9, 12), (8, 5, 1, 1), {"strides": [2, 2]}),
+    ((1, 3, 30, 30), (7, 3, 7, 7), {"pads": [3, 3, 3, 3], "strides": [2, 2]}),
+    ((1, 200, 7, 7), (40, 200, 3, 3), {"pads": [0, 2, 1, 0], "strides": [1, 2]}),
+    ((3, 4, 50), (6, 4, 5), {"pads": [2, 2]}),
+    # Depthwise: alone, and with several outputs of a channel.
+    ((2, 6, 23, 37), (6, 1, 3, 3), {"group": 6, "pads": [1, 1, 1, 1]}),
+    ((2, 6, 13, 17), (18, 1, 3, 2), {"group": 6, "strides": [1, 2]}),
+    # Of three dimensions: without tiles.
+    ((1, 2, 4, 5, 6), (3, 2, 2, 2, 2), {"pads": [1] * 6}),
+)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_convolutions(level: str) -> None:
+    """Zero points of the image, and of the whole or each kernel; padding is of zero points."""
+    w, wanted = Integers(), {}
+    kinds = itertools.cycle(itertools.product(KINDS, KINDS))
+    for shape, kernel, attrs in CONVOLUTIONS:
+        for (left, right), points in itertools.product([next(kinds), next(kinds)], ("one", "each")):
+            x, weight = w.input(left, *shape), w.bytes(right, kernel)
+            p, q = w.bytes(left, ()), w.bytes(right, () if points == "one" else kernel[:1])
+            name = w.op("ConvInteger", x, w.constant(weight), w.constant(p), w.constant(q), **attrs)
+            wanted[name] = exact_convolution(
+                w.inputs[x].astype(int) - int(p), weight.astype(int).T - q.astype(int), attrs
+            )
+    check(w, wanted, level)
+
+
+def exact_convolution(image: Array, mirrored: Array, attrs: Attributes) -> Array:
+    """By the reference's Conv of doubles, which hold the sums exactly."""
+    inputs = {"x": image.astype(np.float64), "w": mirrored.T.astype(np.float64)}
+    infos = [
+        helper.make_tensor_value_info(n, TensorProto.DOUBLE, a.shape) for n, a in inputs.items()
+    ]
+    node = helper.make_node("Conv", ["x", "w"], ["y"], **attrs)
+    made = [helper.make_tensor_value_info("y", TensorProto.DOUBLE, None)]
+    model = helper.make_model(helper.make_graph([node], "conv", infos, made))
+    (found,) = ReferenceEvaluator(model).run(None, inputs)
+    assert np.abs(found).max() < 2**53
+    return np.asarray(found).astype(np.int64).astype(np.int32)
+
+
 @pytest.mark.parametrize("content", [np.zeros(5), np.full(40, 3.0), np.full(40, -3.0)])
 def test_ranges_hold_zero(content: Array) -> None:
     w = Integers()

@@ -83,36 +83,4 @@ static inline __attribute__((always_inline)) void fill_quads(int8_t* panel, int3
   }
 }
 
-// One row of a frame (windows.h) whose elements are quads: a pixel of four channels that follow each
-// other. Null rows are above or below the image; `channels` of the four exist.
-static inline void quad_row(uint8_t* to, const uint8_t* row, int64_t channels, int64_t channel_stride,
-                            int64_t size, int64_t before, int64_t stride, int64_t phases,
-                            int64_t width, uint8_t outside, uint8_t flip) {
-  for (int64_t phase = 0; phase < phases; ++phase, to += 4 * width) {
-    const int64_t shift = phase - before;
-    int64_t begin = shift >= 0 ? 0 : (-shift + stride - 1) / stride;
-    int64_t end = size > shift ? (size - shift + stride - 1) / stride : 0;
-    if (row == nullptr) end = 0;
-    end = least(end, width);
-    begin = least(begin, width);
-    for (int64_t x = 0; x < 4 * begin; ++x) to[x] = outside;
-    if (begin < end) {
-      // Channels that are missing meet weights of 0.
-      const uint8_t* const one = row;
-      const uint8_t* const two = row + (channels > 1 ? channel_stride : 0);
-      const uint8_t* const three = row + (channels > 2 ? 2 * channel_stride : 0);
-      const uint8_t* const four = row + (channels > 3 ? 3 * channel_stride : 0);
-#pragma GCC ivdep  // a frame is nobody's image
-      for (int64_t x = begin; x < end; ++x) {
-        const int64_t at = x * stride + shift;
-        to[4 * x] = one[at] ^ flip;
-        to[4 * x + 1] = two[at] ^ flip;
-        to[4 * x + 2] = three[at] ^ flip;
-        to[4 * x + 3] = four[at] ^ flip;
-      }
-    }
-    for (int64_t x = 4 * (begin > end ? begin : end); x < 4 * width; ++x) to[x] = outside;
-  }
-}
-
 }  // namespace atsc::graph
