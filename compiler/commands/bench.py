@@ -20,6 +20,7 @@ from atsc.compiler.commands import load as loads
 from atsc.compiler.commands import run as running
 from atsc.compiler.commands import trace as traces
 from atsc.compiler.commands.console import (
+    MOST_THREADS,
     Console,
     at_least,
     between,
@@ -58,7 +59,10 @@ def add(parsers: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("-r", type=at_least(1), default=5, metavar="N", help="repetitions (5)")
     parser.add_argument(
-        "--threads", type=at_least(1), metavar="N", help="of the CPU (default: one a core)"
+        "--threads",
+        type=at_least(1, MOST_THREADS),
+        metavar="N",
+        help="of the CPU (default: one a core)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument(

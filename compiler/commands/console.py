@@ -21,6 +21,8 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?B)?", re.IGNORECASE)
 _FACTORS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 QUIET_SECONDS = 1.0
 REDRAW_SECONDS = 0.1
+MOST_THREADS = 512
+"""That the runtime takes."""
 
 
 class Console:
@@ -134,16 +136,17 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def at_least(least: int) -> Callable[[str], int]:
-    """The type of a flag that takes a whole number from `least` up."""
+def at_least(least: int, most: int | None = None) -> Callable[[str], int]:
+    """The type of a flag that takes a whole number from `least` up, or to `most`."""
 
     def parse(text: str) -> int:
         try:
             number = int(text)
         except ValueError:
             number = least - 1
-        if number < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} up")
+        if number < least or (most is not None and number > most):
+            limits = f"from {least} up" if most is None else f"from {least} to {most}"
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number {limits}")
         return number
 
     return parse

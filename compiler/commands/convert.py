@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
             "weight_bytes": sizes.weight_bytes,
             "rotary_bytes": sizes.rotary_bytes,
         },
-        f"{args.output} written in {seconds:.1f} s; compile it with: atsc compile {args.output}\n"
+        f"{args.output} written in {seconds:.1f} s; compile it with: atsc compile "
+        f"{shlex.quote(str(args.output))}\n"
         f"weights: {format_size(sizes.source_bytes)} in the GGUF file,"
         f" {format_size(sizes.weight_bytes)} in ONNX"
         f" ({sizes.weight_bytes / sizes.source_bytes:.2f} times as much),"

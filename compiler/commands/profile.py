@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from atsc.compiler.commands.compile import Watcher
-from atsc.compiler.commands.console import Console, at_least, format_size, table
+from atsc.compiler.commands.console import MOST_THREADS, Console, at_least, format_size, table
 from atsc.compiler.errors import UsageError
 
 
@@ -27,7 +27,10 @@ def add(parsers: Any) -> argparse.ArgumentParser:
         help="write a target file (TOML) for `atsc compile --target`",
     )
     parser.add_argument(
-        "--threads", type=at_least(1), metavar="N", help="of the CPU (default: one a core)"
+        "--threads",
+        type=at_least(1, MOST_THREADS),
+        metavar="N",
+        help="of the CPU (default: one a core)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     return parser

@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from atsc.compiler.commands import trace as traces
-from atsc.compiler.commands.console import Console, at_least, between, existing, parse_size
+from atsc.compiler.commands.console import (
+    MOST_THREADS,
+    Console,
+    at_least,
+    between,
+    existing,
+    parse_size,
+)
 from atsc.compiler.commands.general import refuse_general
 from atsc.compiler.commands.writer import Prompt, Writer
 from atsc.compiler.errors import PlanError, UsageError
@@ -63,7 +70,10 @@ def add(parsers: Any) -> argparse.ArgumentParser:
         help="with a temperature: the same seed gives the same text (default: another every time)",
     )
     parser.add_argument(
-        "--threads", type=at_least(1), metavar="N", help="of the CPU (default: one a core)"
+        "--threads",
+        type=at_least(1, MOST_THREADS),
+        metavar="N",
+        help="of the CPU (default: one a core)",
     )
     parser.add_argument(
         "--vram",
