@@ -91,6 +91,33 @@ def test_the_scatter_of_a_short_text_excuses_no_perplexity() -> None:
     assert "perplexity" in result.failures(INT8_BOUNDS)
 
 
+def test_who_guesses_is_judged_with_the_scatter() -> None:
+    """Random logits scatter by more than 1 % on a short text; those that know the text do not."""
+    few = slice(0, 24)
+    noise = RNG.standard_normal(REFERENCE.shape).astype(np.float32) * 0.2
+    guess = compare((REFERENCE + noise)[few], REFERENCE[few])
+    assert guess.guesses and guess.vocabulary == 50
+    assert guess.perplexity_allowance == 0.01 + 3 * guess.ratio_error > 0.03
+    assert "perplexity" not in guess.failures(INT8_BOUNDS)
+    assert guess.top1_bound(INT8_BOUNDS) == pytest.approx(0.9 - 3 * (0.09 / 24) ** 0.5)
+    knowing = REFERENCE.copy()
+    knowing[np.arange(300), IDS[1:]] += 9
+    doubting = knowing.copy()
+    doubting[np.arange(300), IDS[1:]] -= 0.15
+    sure = compare(doubting, knowing)
+    assert not sure.guesses and sure.perplexity_allowance == 0.01
+    assert sure.top1_bound(INT8_BOUNDS) == 0.9
+    assert "perplexity" in sure.failures(INT8_BOUNDS)
+
+
+def test_who_guesses_with_a_bias_fails() -> None:
+    """More than any scatter: every token of the text is made less likely."""
+    ours = REFERENCE.copy()
+    ours[np.arange(300), IDS[1:]] -= 0.1
+    result = compare(ours)
+    assert result.guesses and result.failures(INT8_BOUNDS) == ["perplexity"]
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_broken_numbers_fail(value: float) -> None:
     ours = REFERENCE.copy()
