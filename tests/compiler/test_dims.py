@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atsc.compiler.dims import Dim, exact_quotient, largest, product, smallest
@@ -25,6 +25,7 @@ def test_division_stays_a_polynomial_where_it_is_exact() -> None:
     assert ((S + 1) // 2).evaluate({"seq": 8}) == 4
 
 
+@settings(deadline=None)
 @given(_VALUES, _VALUES, st.integers(-20, 20), st.integers(1, 20))
 def test_evaluates_as_integers_do(b: int, s: int, plus: int, by: int) -> None:
     values = {"batch": b, "seq": s}

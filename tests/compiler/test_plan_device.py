@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from gpu_plan import write_gpu_plan
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atsc.compiler import plan
@@ -30,6 +30,7 @@ class Holder:
     value: Any
 
 
+@settings(deadline=None)
 @given(documents)
 def test_json_text_means_what_was_written(value: Any) -> None:
     text = encode_manifest(Holder(value)).decode("utf-8")

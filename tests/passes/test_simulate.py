@@ -123,7 +123,7 @@ def cases(draw: st.DrawFn) -> tuple[list[UnitCost], list[bool], list[int], Machi
     return units, on_gpu, promoted, machine
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(cases())
 def test_what_holds_of_every_round(
     case: tuple[list[UnitCost], list[bool], list[int], Machine],
@@ -161,7 +161,7 @@ def test_what_holds_of_every_round(
     assert found.total_ns == computing + found.wait_ns
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(cases())
 def test_without_promotions_it_is_the_objective(
     case: tuple[list[UnitCost], list[bool], list[int], Machine],
@@ -172,7 +172,7 @@ def test_without_promotions_it_is_the_objective(
     assert found.total_ns == describe_placement(units, on_gpu, objective).time_ns
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(cases())
 def test_streaming_everything_is_what_the_policy_predicts(
     case: tuple[list[UnitCost], list[bool], list[int], Machine],
@@ -186,7 +186,7 @@ def test_streaming_everything_is_what_the_policy_predicts(
     assert found.total_ns == placement.time_ns
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(cases(), st.integers(0, 9))
 def test_faster_parts_never_make_a_round_slower(
     case: tuple[list[UnitCost], list[bool], list[int], Machine], index: int
