@@ -2,7 +2,8 @@
  *
  *     make && ./generate model.atsplan 1 4093 198
  *
- * Prints the ids that follow the given ones, each as soon as it is chosen, and the speed. */
+ * Prints the ids that follow the given ones, each as soon as it is chosen, and the speed. Text and ids
+ * are the application's: the plan's folder tokenizer/ has the tokenizer.json that its library reads. */
 #include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
@@ -64,6 +65,16 @@ static atsc_status generate(const atsc_api* api, atsc_session* session, const in
   return ATSC_OK;
 }
 
+/* Says what is less than planned: no GPU here, or too little of its memory free. */
+static atsc_status show_notice(const atsc_opened* opened, atsc_message* message) {
+  atsc_plan_info info = {.struct_size = sizeof info};
+  const atsc_status status = opened->api->plan_get_info(opened->plan, &info, message);
+  if (status == ATSC_OK && info.notice != NULL && info.notice[0] != '\0') {
+    fprintf(stderr, "generate: %s\n", info.notice);
+  }
+  return status;
+}
+
 int main(int argc, char** argv) {
   if (argc < 3) {
     fprintf(stderr, "usage: %s PLAN TOKEN...\n", argv[0]);
@@ -76,6 +87,7 @@ int main(int argc, char** argv) {
   atsc_opened opened = {.struct_size = sizeof opened};
   atsc_session* session = NULL;
   atsc_status status = atsc_open(argv[1], NULL, &opened, &message);
+  if (status == ATSC_OK) status = show_notice(&opened, &message);
   if (status == ATSC_OK) status = opened.api->session_create(opened.plan, &session, &message);
   if (status == ATSC_OK) status = generate(opened.api, session, tokens, argc - 2, &message);
   if (status != ATSC_OK) fprintf(stderr, "generate: %s\n", message.text);

@@ -15,4 +15,9 @@ def main(path: str, prompt: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if len(sys.argv) != 3:
+        sys.exit(f"usage: {sys.argv[0]} PLAN PROMPT")
+    try:
+        main(*sys.argv[1:])
+    except atsc.AtscError as error:
+        sys.exit(str(error))

@@ -153,3 +153,12 @@ def test_python_example(tiny_folder: Path, tmp_path: Path) -> None:
         check=True,
     )
     assert shown.stdout == expected + "\n" and expected
+    for arguments, message in (
+        ([], "usage: "),
+        ([tmp_path / "absent", "x"], f"{tmp_path / 'absent'}: no such plan"),
+    ):
+        shown = subprocess.run(
+            [sys.executable, str(example), *arguments], capture_output=True, text=True, check=False
+        )
+        assert (shown.returncode, shown.stderr.count("\n")) == (1, 1)
+        assert shown.stderr.startswith(message)
