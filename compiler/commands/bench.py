@@ -69,7 +69,7 @@ def add(parsers: Any) -> argparse.ArgumentParser:
         "--vram",
         type=parse_size,
         metavar="SIZE",
-        help="GPU memory to use, as 6G or 800M (default: as compiled)",
+        help="GPU memory to use, as 6G or 800M; 0: the CPU alone (default: as compiled)",
     )
     running.add_transfer_flags(parser)
     parser.add_argument(
@@ -136,7 +136,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         loader.load(
             directory,
             threads=args.threads,
-            vram=args.vram,
+            **running.gpu_options(args),
             rounds=args.rounds,
             **running.transfer_options(args),
         ) as plan,
@@ -229,15 +229,19 @@ def _row(test: Test, rates: list[float]) -> dict[str, Any]:
 
 
 def _table(plan: Plan, samples: dict[Test, list[float]]) -> str:
-    rows = [["model", "size", "threads", "test", "t/s"]]
-    size = format_size(plan.manifest.memory.weights_bytes)
+    size, held = format_size(plan.manifest.memory.weights_bytes), plan.device_bytes
+    vram = [format_size(held)] if held else []
+    rows = [["model", "size", *(["VRAM"] if held else []), "threads", "test", "t/s"]]
     for test, rates in samples.items():
         row = _row(test, rates)
         speed = f"{row['avg_ts']:.2f} ± {row['stddev_ts']:.2f}"
-        rows.append([plan.model_name, size, str(plan.num_threads), test.name, speed])
+        rows.append([plan.model_name, size, *vram, str(plan.num_threads), test.name, speed])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in rows]
-    rule = [f"{'-' * (w - 1)}:" if i in (1, 2, 4) else "-" * w for i, w in enumerate(widths)]
+    rule = [
+        "-" * width if name in ("model", "test") else f"{'-' * (width - 1)}:"
+        for name, width in zip(rows[0], widths, strict=True)
+    ]
     lines.insert(1, "| " + " | ".join(rule) + " |")
     return "\n".join(lines)
 

@@ -188,7 +188,7 @@ def predicted_speed(device: Device, chunk: int) -> str:
     decode, prefill = 1e9 / max(last.decode_ns, 1), chunk * 1e9 / max(last.prefill_ns, 1)
     streams = (
         f"rounds of {device.stream_from_rows} tokens and more stream weights"
-        if device.stream_from_rows
+        if device.stream_from_rows and last.slot_bytes
         else "no weights are streamed"
     )
     return (

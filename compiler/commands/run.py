@@ -13,7 +13,9 @@ from atsc.compiler.commands.console import (
     Console,
     at_least,
     between,
+    counted,
     existing,
+    format_size,
     parse_size,
 )
 from atsc.compiler.commands.general import refuse_general
@@ -79,7 +81,7 @@ def add(parsers: Any) -> argparse.ArgumentParser:
         "--vram",
         type=parse_size,
         metavar="SIZE",
-        help="GPU memory to use, as 6G or 800M (default: as compiled)",
+        help="GPU memory to use, as 6G or 800M; 0: the CPU alone (default: as compiled)",
     )
     add_transfer_flags(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
@@ -112,6 +114,11 @@ def add_transfer_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def gpu_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of `atsc.load` that `--vram` stands for: without any, all is on the CPU."""
+    return {"device": False} if args.vram == 0 else {"vram": args.vram}
+
+
 def transfer_options(args: argparse.Namespace) -> dict[str, Any]:
     """The options of `atsc.load` that these flags stand for."""
     return {
@@ -135,14 +142,16 @@ def run(args: argparse.Namespace, console: Console) -> int:
     with (
         traces.tracing(args.trace) as trace,
         loader.load(
-            directory, threads=args.threads, vram=args.vram, **transfer_options(args)
+            directory, threads=args.threads, **gpu_options(args), **transfer_options(args)
         ) as plan,
         plan.session() as session,
     ):
         if trace:
             trace.watch(plan, session)
         if console.verbose:
-            console.note(f"{plan.model_name}: {plan.num_threads} threads, {plan.isa} kernels")
+            held = f", {format_size(plan.device_bytes)} of VRAM" if plan.device_bytes else ""
+            threads = counted(plan.num_threads, "thread")
+            console.note(f"{plan.model_name}: {threads}, {plan.isa} kernels{held}")
         writer = Writer(args, console, plan, session, trace)
         if args.prompt is None:
             from atsc.compiler.commands.chat import converse

@@ -98,13 +98,18 @@ def run(args: argparse.Namespace, console: Console, directory: Path) -> int:
     check_loads(args.load)
     from atsc.runtime import loader
 
-    options = {**running.transfer_options(args), "rounds": args.rounds}
+    options = {
+        "threads": args.threads,
+        "rounds": args.rounds,
+        **running.gpu_options(args),
+        **running.transfer_options(args),
+    }
     policies: Sequence[str] = POLICIES
     rows: list[Row] = []
     while len(rows) < len(policies) * len(args.load):
         policy = policies[len(rows) // len(args.load)]
         options["transfer"] = policy
-        with loader.load(directory, threads=args.threads, vram=args.vram, **options) as plan:
+        with loader.load(directory, **options) as plan:
             if test.depth + test.num_tokens > plan.context_length:
                 raise UsageError(
                     f"{test.name} needs {test.depth + test.num_tokens} tokens, and the plan's "

@@ -49,6 +49,22 @@ def test_text_streams_and_speed_follows(
     assert cli.main(["bench", str(tmp_path), "-p", "8", "-n", "0", "-r", "1", *flags]) == 0
     plain = {"transfer": "static", "rounds": "synchronous"}
     assert plan.options == {"threads": None, "vram": 1 << 30, **dynamic, **plain}
+    assert run(tmp_path, "-p", "abc", "-n", "5", "--vram", "0") == 0
+    assert plan.options == {"threads": None, "device": False, **dynamic}
+
+
+def test_memory_of_the_gpu_is_told_where_there_is_any(
+    plan: FakePlan, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    bench = ["bench", str(tmp_path), "-p", "8", "-n", "0", "-r", "1"]
+    assert run(tmp_path, "-p", "abc", "-v") == cli.main(bench) == 0
+    assert "VRAM" not in "".join(capsys.readouterr())
+    monkeypatch.setattr(FakePlan, "device_bytes", 3 << 30)
+    assert run(tmp_path, "-p", "abc", "-v") == cli.main(bench) == 0
+    captured = capsys.readouterr()
+    assert captured.err.startswith("fake: 2 threads, avx2 kernels, 3.00 GiB of VRAM\n")
+    assert "| fake  | 3.00 MiB | 3.00 GiB | 2       | pp8  |" in captured.out
+    assert "| ----- | -------: | -------: | ------: | ---- |" in captured.out
 
 
 def test_sampling_flags_reach_the_session(plan: FakePlan, tmp_path: Path) -> None:
