@@ -23,8 +23,8 @@ $(VENV)/.tvm: $(VENV)/.installed
 
 # From a GGUF to text. The prompt suits a small model; try your own with `atsc run`.
 demo: $(VENV)/.installed
-	$(BIN)/atsc convert "$$($(BIN)/python examples/python/smollm2_gguf.py)" -o $(DEMO)/smollm2/model.onnx
-	$(BIN)/atsc compile $(DEMO)/smollm2 -o $(DEMO)/smollm2.atsplan
+	mkdir -p $(DEMO)
+	$(BIN)/atsc compile "$$($(BIN)/python examples/python/smollm2_gguf.py)" -o $(DEMO)/smollm2.atsplan
 	$(BIN)/atsc run $(DEMO)/smollm2.atsplan -n 64 --chat -p "Write a short poem about the sea."
 
 # A real encoder, 88 MB; its test is skipped where it is not to be had.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import tempfile
 import time
@@ -24,6 +25,7 @@ from atsc.codegen.toolchain import find_compiler
 from atsc.codegen.transfer_library import load_scheduler
 from atsc.compiler.compilation import Code, Compilation, CompileOptions, Partition
 from atsc.compiler.errors import UsageError
+from atsc.compiler.importers.converted import converted, is_gguf
 from atsc.compiler.importers.onnx import import_onnx
 from atsc.compiler.importers.onnx.general import import_general, looks_like_decoder
 from atsc.compiler.ir import Graph, TensorType
@@ -46,6 +48,7 @@ LOGITS_BYTES = 16 << 20
 __all__ = ["STAGES", "CompileOptions", "Observer", "compile_model", "default_output"]
 
 STAGES = (
+    "convert",
     "import",
     "optimise",
     "partition",
@@ -55,7 +58,7 @@ STAGES = (
     "place",
     "package",
 )
-"""In order; plans for a CPU alone skip `annotate` and `place`."""
+"""In order; ONNX models skip `convert`, plans for a CPU alone `annotate` and `place`."""
 
 
 class Observer(Protocol):
@@ -99,7 +102,7 @@ class _StopError(Exception):
 
 
 def compile_model(options: CompileOptions, observer: Observer | None = None) -> Path | None:
-    """Compile a model to a plan folder.
+    """Compile a model, ONNX or GGUF, to a plan folder.
 
     Returns:
         The plan's folder; None if `stop_after` ended the compilation before it was written.
@@ -112,8 +115,14 @@ def compile_model(options: CompileOptions, observer: Observer | None = None) -> 
     """
     _check_options(options)
     output = check_output(options.output or default_output(options.model))
+    stages = Stages(observer, options.stop_after)
     try:
-        return _compile(options, output, Stages(observer, options.stop_after))
+        with contextlib.ExitStack() as stack:
+            if is_gguf(options.model):
+                beside = converted(options.model, output.parent, stages.progress)
+                model = stages.run("convert", lambda: stack.enter_context(beside))
+                options = dataclasses.replace(options, model=model)
+            return _compile(options, output, stages)
     except _StopError:
         return None
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import pprint
 import re
+import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atsc.compiler.commands.console import (
+    MOST_THREADS,
     Console,
     NotYet,
     at_least,
@@ -20,7 +22,7 @@ from atsc.compiler.commands.console import (
 )
 from atsc.compiler.commands.inspect import predicted_speed
 from atsc.compiler.commands.memory_table import host_regions, total, vram_regions
-from atsc.compiler.commands.other_formats import refuse_other_than_onnx
+from atsc.compiler.commands.other_formats import refuse_other_formats
 from atsc.compiler.errors import CodegenError, ModelError, UsageError
 
 if TYPE_CHECKING:
@@ -36,7 +38,10 @@ def add(parsers: Any) -> argparse.ArgumentParser:
     )
     whole = at_least(1)
     parser.add_argument(
-        "model", type=Path, metavar="MODEL", help="an .onnx file, or the folder that holds one"
+        "model",
+        type=Path,
+        metavar="MODEL",
+        help="a GGUF or .onnx file, or the folder that holds ONNX",
     )
     parser.add_argument(
         "-o", "--output", type=Path, metavar="PLAN", help="default: MODEL.atsplan beside the model"
@@ -51,7 +56,10 @@ def add(parsers: Any) -> argparse.ArgumentParser:
         "--chunk", type=whole, metavar="TOKENS", help="most tokens that one round reads (512)"
     )
     parser.add_argument(
-        "--threads", type=whole, metavar="N", help="of the CPU (default: one a core)"
+        "--threads",
+        type=at_least(1, MOST_THREADS),
+        metavar="N",
+        help="of the CPU (default: one a core)",
     )
     parser.add_argument(
         "--sessions", type=whole, metavar="N", help="conversations at once that memory is for (1)"
@@ -114,8 +122,8 @@ def add(parsers: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace, console: Console) -> int:
     """Do it."""
     model = existing(args.model, "model", ModelError)
-    refuse_other_than_onnx(model)
-    _check_target(args.target)
+    refuse_other_formats(model)
+    _check_target(args.target, args.vram, console)
     from atsc.compiler import plan
     from atsc.compiler.driver import CompileOptions, compile_model
 
@@ -155,14 +163,30 @@ def run(args: argparse.Namespace, console: Console) -> int:
         "vram_bytes": _vram_bytes(manifest) if manifest else None,
     }
     console.result(document, _text(output, manifest, watcher, seconds))
-    if manifest and not manifest.device:
-        _say_unused_flags(args, console)
+    if manifest:
+        _say_too_much(manifest, console)
+        if not manifest.device:
+            _say_unused_flags(args, console)
     return 0
 
 
 def _vram_bytes(manifest: Manifest) -> int:
     """All that the process will hold of it."""
     return total(vram_regions(manifest)).predicted_bytes
+
+
+def _say_too_much(manifest: Manifest, console: Console) -> None:
+    """Of the target's memory; the plan may be meant for a larger machine, so it is made anyway."""
+    needed, there = _host_bytes(manifest), manifest.target.get("ram_bytes")
+    if isinstance(there, int) and 0 < there < needed:
+        console.note(
+            f"the plan takes {format_size(needed)} of host memory, and its target has "
+            f"{format_size(there)}; choose a smaller --ctx, or fewer --sessions, where that helps"
+        )
+
+
+def _host_bytes(manifest: Manifest) -> int:
+    return total(host_regions(manifest)).predicted_bytes
 
 
 def _say_unused_flags(args: argparse.Namespace, console: Console) -> None:
@@ -197,7 +221,7 @@ class Watcher:
         self._console.progress(what, done, total)
 
 
-def _check_target(spec: str) -> None:
+def _check_target(spec: str, vram_bytes: int | None, console: Console) -> None:
     """Kernels of every level are in every plan; a target must only have the lowest one."""
     from atsc.compiler.isa import ISA_FLAGS
     from atsc.targets.target import resolve
@@ -208,6 +232,11 @@ def _check_target(spec: str) -> None:
         raise UsageError(
             f"--target {spec}: its CPU is {target.isa}, and kernels need x86-64-v3 (AVX2); "
             "choose another target"
+        )
+    if vram_bytes and 0 < target.vram_bytes < vram_bytes:
+        console.note(
+            f"--vram {format_size(vram_bytes)}: more than the {format_size(target.vram_bytes)} of "
+            f"{target.gpu_model or target.name}; there a smaller placement will be used"
         )
 
 
@@ -271,7 +300,7 @@ def _text(output: Path | None, manifest: Manifest | None, watcher: Watcher, seco
     if manifest.device:
         lines.append(predicted_speed(manifest.device, manifest.options.chunk))
     if "tokenizer/tokenizer.json" in manifest.files:
-        lines.append(f'run it with: atsc run {output} -p "Hello"')
+        lines.append(f'run it with: atsc run {shlex.quote(str(output))} -p "Hello"')
     else:
         lines.append(
             "there was no tokenizer.json beside the model, and `atsc run` needs one: put it there "
@@ -282,7 +311,7 @@ def _text(output: Path | None, manifest: Manifest | None, watcher: Watcher, seco
 
 def _takes(manifest: Manifest) -> str:
     """A line about memory, as `atsc inspect` tables it."""
-    host = f"{format_size(total(host_regions(manifest)).predicted_bytes)} of host memory"
+    host = f"{format_size(_host_bytes(manifest))} of host memory"
     if not manifest.device:
         return f"takes {host}"
     placed = [unit for unit in manifest.units if unit.cost]

@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from atsc.compiler.errors import ModelError, UsageError
+from atsc.compiler.importers.converted import is_gguf
 
 _CHECKPOINTS = (".safetensors", ".bin", ".pt", ".pth")
-_GGUF_MAGIC = b"GGUF"
 _POINTER_MAGIC = b"version https://git-lfs"
-_EXPORT = (
-    "export it to ONNX first, as by `python -m onnxruntime_genai.models.builder -i {folder} "
-    "-o OUTPUT -p int4 -e cpu`, or take a GGUF of it"
-)
 
 
-def refuse_other_than_onnx(model: Path) -> None:
-    """For commands that take an .onnx file or the folder that holds one.
+def refuse_other_formats(model: Path) -> None:
+    """For commands that take a GGUF file, an .onnx file or the folder that holds one.
 
-    Whatever is not recognised is left to the importer.
+    Whatever is not recognised is left to the importers.
 
     Raises:
-        UsageError: it is a GGUF file, or a folder with nothing but one.
+        UsageError: it is a folder with nothing but GGUF files.
         ModelError: it is a checkpoint of a training framework, a plan, or a Git LFS pointer.
     """
     if model.is_dir():
         _refuse_folder(model)
         return
     _refuse_pointer(model)
-    if _is_gguf(model):
-        _refuse_gguf(model, "a GGUF file")
     if model.suffix.lower() in _CHECKPOINTS:
-        export = _EXPORT.format(folder=model.parent)
+        export = _export(model.parent)
         raise ModelError(f"{model}: a checkpoint, not an ONNX model; {export}")
 
 
@@ -47,12 +42,12 @@ def refuse_other_than_gguf(source: Path) -> None:
         hint = f"as {found[0]}" if found else "there is none in it"
         raise UsageError(f"{source}: a folder; give the .gguf file itself ({hint})")
     _refuse_pointer(source)
-    if _is_gguf(source):
+    if is_gguf(source):
         return
     if source.suffix.lower() == ".onnx":
-        raise UsageError(f"{source}: ONNX already; compile it: atsc compile {source}")
+        raise UsageError(f"{source}: ONNX already; compile it: atsc compile {_quoted(source)}")
     if source.suffix.lower() in _CHECKPOINTS:
-        export = _EXPORT.format(folder=source.parent)
+        export = _export(source.parent)
         raise ModelError(f"{source}: a checkpoint, not a GGUF file; {export}")
 
 
@@ -62,11 +57,13 @@ def _refuse_folder(folder: Path) -> None:
     if any(folder.glob("*.onnx")) or any(folder.glob("*/*.onnx")):
         return  # the importer takes one, or says which to choose
     if (folder / "plan.json").is_file():
-        raise ModelError(f'{folder}: a plan already; run it with: atsc run {folder} -p "Hello"')
+        raise ModelError(
+            f'{folder}: a plan already; run it with: atsc run {_quoted(folder)} -p "Hello"'
+        )
     if found := _files(folder, ".gguf"):
-        _refuse_gguf(found[0], "the folder holds a GGUF file and no ONNX model")
+        raise UsageError(f"{folder}: a folder without ONNX; give the GGUF itself: {found[0]}")
     if any(_files(folder, suffix) for suffix in _CHECKPOINTS):
-        export = _EXPORT.format(folder=folder)
+        export = _export(folder)
         raise ModelError(f"{folder}: holds a checkpoint and no ONNX model; {export}")
 
 
@@ -75,25 +72,23 @@ def _refuse_pointer(file: Path) -> None:
         raise ModelError(f"{file}: a Git LFS pointer in place of the file; fetch it: git lfs pull")
 
 
-def _refuse_gguf(file: Path, what: str) -> None:
-    # The plan is called as the folder is, so the folder is called as the model.
-    is_named = file.suffix.lower() == ".gguf"
-    folder = file.with_suffix("") if is_named else file.with_name(f"{file.name}-onnx")
-    raise UsageError(
-        f"{file}: {what}; convert it first: atsc convert {file} -o {folder}/model.onnx"
-    )
-
-
 def _files(folder: Path, suffix: str) -> list[Path]:
     found = (path for path in folder.iterdir() if path.suffix.lower() == suffix)
     return sorted(path for path in found if path.is_file())
 
 
-def _is_gguf(file: Path) -> bool:
-    """By name, or by content: stores of models name files by their hashes."""
-    return file.suffix.lower() == ".gguf" or _begins_with(file, _GGUF_MAGIC)
-
-
 def _begins_with(file: Path, magic: bytes) -> bool:
     with file.open("rb") as stream:
         return stream.read(len(magic)) == magic
+
+
+def _export(folder: Path) -> str:
+    return (
+        "export it to ONNX first, as by `python -m onnxruntime_genai.models.builder "
+        f"-i {_quoted(folder)} -o OUTPUT -p int4 -e cpu`, or take a GGUF of it"
+    )
+
+
+def _quoted(path: Path) -> str:
+    """As a shell takes it."""
+    return shlex.quote(str(path))

@@ -19,21 +19,12 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
     return captured.err
 
 
-@pytest.mark.parametrize("name", ["m.gguf", "M.GGUF", "sha256-74f3"])
-def test_compile_of_a_gguf(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
-    file = tmp_path / name
-    file.write_bytes(b"GGUF\x03\x00\x00\x00")
-    text = refusal(capsys, "compile", file)
-    assert f"{file}: a GGUF file; convert it first: atsc convert {file} -o {tmp_path}/" in text
-    assert "/model.onnx" in text
-
-
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
         (["config.json", "model.safetensors"], "holds a checkpoint and no ONNX model; export it"),
         (["pytorch_model.bin"], "models.builder -i {folder} -o OUTPUT"),
-        (["b-00002-of-2.gguf", "a-00001-of-2.gguf"], "atsc convert {folder}/a-00001-of-2.gguf -o"),
+        (["b-00002-of-2.gguf", "a-00001-of-2.gguf"], "the GGUF itself: {folder}/a-00001-of-2.gguf"),
         (["plan.json", "weights.bin"], "a plan already; run it with: atsc run {folder}"),
         (["README.md"], "0 .onnx files"),
     ],

@@ -18,6 +18,7 @@ from atsc.compiler.errors import ModelError
 from atsc.compiler.importers.gguf import convert_gguf
 from atsc.compiler.importers.onnx import import_onnx
 from atsc.compiler.ir import BlockFormat
+from atsc.compiler.plan import load
 from atsc.compiler.weights import dequantize
 from atsc.passes.optimise import optimise
 
@@ -194,3 +195,30 @@ def test_a_plan_of_k_quants(level: int, tmp_path: Path, capsys: pytest.CaptureFi
     found = json.loads(capsys.readouterr().out)
     assert (code, found["failures"]) == (0, [])
     assert found["relative_l2"] < (2e-3 if level == 1 else 4e-2)
+
+
+@pytest.mark.toolchain
+@pytest.mark.parametrize("name", ["tiny.Q8_0.gguf", "sha256-74f3"])
+def test_compile_takes_the_file_itself(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So does verify; what they convert for themselves is gone afterwards."""
+    source = sample().write(tmp_path / name)
+    assert cli.main(["compile", str(source), "--ctx", "48", "--chunk", "16", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    plan = Path(document["plan"])
+    assert plan == source.parent / f"{source.stem}.atsplan"
+    assert [stage["name"] for stage in document["stages"]][:2] == ["convert", "import"]
+    assert load(plan).model.name == name.removesuffix(".gguf")
+    assert cli.main(["verify", str(plan), str(source), "--tokens", "40", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["failures"] == []
+    assert {path.name for path in tmp_path.iterdir()} == {name, plan.name}
+
+
+def test_a_damaged_file_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = sample().write(tmp_path / "m.gguf")
+    source.write_bytes(source.read_bytes()[:-200])
+    assert cli.main(["compile", str(source)]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and str(source) in error
+    assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]

@@ -1,0 +1,43 @@
+"""Models that are not ONNX files, as ONNX for as long as something reads them."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from atsc.compiler.importers.onnx.graph_writer import Progress
+
+_MAGIC = b"GGUF"
+
+
+def is_gguf(model: Path) -> bool:
+    """By name, or by content: stores of models name files by their hashes."""
+    if not model.is_file():
+        return False
+    with model.open("rb") as stream:
+        return model.suffix.lower() == ".gguf" or stream.read(len(_MAGIC)) == _MAGIC
+
+
+@contextlib.contextmanager
+def converted(model: Path, beside: Path, progress: Progress | None = None) -> Iterator[Path]:
+    """A GGUF file's conversion, called as the file is, in a folder that is removed afterwards.
+
+    Args:
+        model: the GGUF file, or the first part of a split one.
+        beside: a folder where there is room for the model once more.
+        progress: as of `convert_gguf`.
+
+    Raises:
+        ModelError: as of `convert_gguf`.
+    """
+    from atsc.compiler.importers.gguf import convert_gguf
+
+    with tempfile.TemporaryDirectory(prefix=".atsc-convert-", dir=beside) as folder:
+        name = model.stem if model.suffix.lower() == ".gguf" else model.name
+        target = Path(folder) / name / "model.onnx"
+        convert_gguf(model, target, progress=progress)
+        yield target
