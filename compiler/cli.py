@@ -96,7 +96,13 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="`atsc COMMAND --help` says what a command takes.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"atsc {atsc_version()}")
+    parser.add_argument(
+        "-V",
+        "--version",
+        action="version",
+        version=f"atsc {atsc_version()}",
+        help="print the version",
+    )
     parsers = parser.add_subparsers(
         dest="command", required=True, metavar="COMMAND", parser_class=Parser
     )

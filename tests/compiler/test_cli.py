@@ -80,7 +80,8 @@ def one_line(outcome: Outcome, code: int) -> str:
         (["run", "p", "x y"], "unrecognized arguments: x y; a prompt is given with -p"),
         (["check", "p", "--sha256", ""], "--sha256: '' is no sha256; it has 64 hexadecimal"),
         (["compile", "m", "--ctx", "0"], "--ctx: '0' is no whole number from 1 up"),
-        (["compile", "m", "--threads", "two"], "'two' is no whole number from 1 up"),
+        (["compile", "m", "--threads", "two"], "'two' is no whole number from 1 to"),
+        (["run", "p", "-p", "x", "--threads", "513"], "'513' is no whole number from 1 to 512"),
         (["compile", "m", "--accuracy-level", "2"], "--accuracy-level: invalid choice: 2"),
         (["run", "p", "-p", "x", "--top-p", "1.5"], "--top-p: '1.5' is no number from 0 to 1"),
         (["run", "p", "-p", "x", "--temperature", "nan"], "'nan' is no number"),
@@ -113,7 +114,7 @@ def test_help_and_version(atsc: Atsc) -> None:
 def test_without_a_command_there_is_help(atsc: Atsc) -> None:
     outcome = atsc()
     assert (outcome.code, outcome.out) == (2, "")
-    assert "doctor    what this machine has" in outcome.err
+    assert "what this machine has and lacks" in outcome.err
 
 
 def test_paths_that_do_not_exist_name_their_neighbour(atsc: Atsc, folder: Path) -> None:
@@ -228,7 +229,7 @@ def test_compile_leaves_defaults_to_the_driver(
     monkeypatch.setattr(driver, "compile_model", fake)
     outcome = atsc("compile", model)
     assert fake.options == driver.CompileOptions(model=model)
-    assert f"run it with: atsc run {folder}" in outcome.out
+    assert f"run it with: atsc run '{folder}'" in outcome.out
     assert outcome.err == ""
 
 

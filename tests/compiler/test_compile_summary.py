@@ -66,6 +66,21 @@ def test_a_plan_for_the_cpu_names_flags_that_did_nothing(
     assert err == "without effect: --vram, --headroom; the plan is for the CPU alone\n"
 
 
+def test_more_than_the_target_has_is_said(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = model.parent / "a plan"
+    manifest = write_plan(folder)
+    target = {**manifest.target, "ram_bytes": 10 << 10}
+    plan.save(dataclasses.replace(manifest, target=target), folder)
+    out, err = compiled(capsys, monkeypatch, folder, model)
+    assert f"run it with: atsc run '{folder}' -p" in out
+    assert "the plan takes 13.00 KiB of host memory, and its target has 10.00 KiB" in err
+    _, err = compiled(capsys, monkeypatch, folder, model, *LAPTOP, "--vram", "7G")
+    laptop = "NVIDIA GeForce RTX 3060 Laptop GPU"
+    assert err.startswith(f"--vram 7.00 GiB: more than the 6.00 GiB of {laptop}; there a smaller")
+
+
 def test_a_plan_without_a_tokenizer_cannot_take_text(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
