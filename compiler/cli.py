@@ -58,8 +58,8 @@ _EXTRAS = {
     "onnx_ir": "compiler",
     "onnxscript": "compiler",
     "gguf": "compiler",
-    "jinja2": "run",
-    "tokenizers": "run",
+    "jinja2": "compiler",  # and what runs text says itself that it lacks one of these two
+    "tokenizers": "compiler",
     "onnxruntime": "verify",
 }
 

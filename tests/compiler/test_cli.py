@@ -247,6 +247,7 @@ def test_a_compilation_that_was_told_to_stop(
         (ModelError("node a:\n  no\n  good"), 1, "atsc: node a:; no; good\n"),
         (UsageError("--ctx 9: too much"), 2, "atsc: --ctx 9: too much\n"),
         (ModuleNotFoundError("no", name="onnx"), 1, "pip install 'atsc[compiler]'"),
+        (ModuleNotFoundError("no", name="jinja2"), 1, "pip install 'atsc[compiler]'"),
         (ModuleNotFoundError("no", name="atsc.x"), 1, "internal error, please report it"),
         (KeyError("x"), 1, "internal error, please report it: KeyError: 'x'; run again with -v"),
         (PermissionError(13, "Permission denied", "f"), 1, "atsc: f: Permission denied\n"),
