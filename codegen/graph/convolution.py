@@ -22,7 +22,7 @@ from atsc.compiler.tensor_graph import OnnxNode
 
 def _conv(g: Lowering, node: OnnxNode, x: list[Any]) -> Tensor:
     image, weight = x[:2]
-    windows = _windows(g, node, image, weight)
+    windows = windows_of(g, node, image, weight)
     made = _dequantised_convolution(g, node, image, weight, windows)
     if made is not None:
         return _biased(g, made, _bias(x))
@@ -31,7 +31,8 @@ def _conv(g: Lowering, node: OnnxNode, x: list[Any]) -> Tensor:
     )
 
 
-def _windows(g: Lowering, node: OnnxNode, image: Tensor, weight: Tensor) -> Windows:
+def windows_of(g: Lowering, node: OnnxNode, image: Tensor, weight: Tensor) -> Windows:
+    """How a convolution reads its image."""
     if image.rank < 3:
         raise RefusedError(f"an image of {image.rank} dimensions")
     kernel = [_number(size, "the kernel") for size in weight.shape[2:]]
@@ -132,7 +133,7 @@ def _framed_convolution(
 
 def _conv_integer(g: Lowering, node: OnnxNode, x: list[Any]) -> Tensor:
     image_zero, weight_zero = [*x[2:], None, None][:2]
-    windows = _windows(g, node, x[0], x[1])
+    windows = windows_of(g, node, x[0], x[1])
     return integer_convolution(g, node, windows, (x[0], image_zero), (x[1], weight_zero))
 
 

@@ -9,14 +9,34 @@ from atsc.compiler.tensor_graph import TensorGraph
 _MOST_NODES = 24
 """From a value's first reader on, within which its readers must meet."""
 FINISHING = frozenset(
-    ("", name)
-    for name in (
-        *("Abs", "Neg", "Exp", "Log", "Sqrt", "Reciprocal", "Floor", "Ceil", "Round", "Erf"),
-        *("Tanh", "Sigmoid", "Relu", "Sign", "Add", "Sub", "Mul", "Div", "Min", "Max", "Sum"),
-        *("PRelu", "Clip", "Pow", "Mean", "Identity", "Cast", "Where", "Dropout"),
-        *("Equal", "Less", "Greater", "LessOrEqual", "GreaterOrEqual", "BatchNormalization"),
-        *("Reshape", "Flatten", "Squeeze", "Unsqueeze", "QuantizeLinear", "DequantizeLinear"),
-    )
+    {
+        *(
+            ("", name)
+            for name in (
+                *(
+                    "Abs",
+                    "Neg",
+                    "Exp",
+                    "Log",
+                    "Sqrt",
+                    "Reciprocal",
+                    "Floor",
+                    "Ceil",
+                    "Round",
+                    "Erf",
+                ),
+                *("Tanh", "Sigmoid", "Relu", "Sign", "Add", "Sub", "Mul", "Div", "Min", "Max"),
+                *("Sum", "PRelu", "Clip", "Pow", "Mean", "Identity", "Cast", "Where", "Dropout"),
+                *("Equal", "Less", "Greater", "LessOrEqual", "GreaterOrEqual"),
+                *("BatchNormalization", "Reshape", "Flatten", "Squeeze", "Unsqueeze"),
+                *("QuantizeLinear", "DequantizeLinear"),
+            )
+        ),
+        *(
+            ("com.microsoft", name)
+            for name in ("QLinearAdd", "QLinearMul", "QLinearSigmoid", "QLinearLeakyRelu")
+        ),
+    }
 )
 """Operators whose rules take a product of matrices that is not stored: products.py."""
 

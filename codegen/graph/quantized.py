@@ -1,4 +1,4 @@
-"""Quantised tensors: QuantizeLinear, DequantizeLinear and QLinearMatMul.
+"""Quantised tensors: QuantizeLinear and DequantizeLinear.
 
 A scale is of the whole tensor, of each element of an axis, or of blocks along that axis (ONNX
 QuantizeLinear 21). Rounding is to even, then the zero point is added, then the result saturates.
@@ -12,10 +12,8 @@ from typing import Any
 import numpy as np
 
 from atsc.codegen.graph.elementwise import FLOATS, cast, elementwise, onnx_type
-from atsc.codegen.graph.linear import matrix_product
 from atsc.codegen.graph.lower import Lowering, RefusedError, Rule
-from atsc.codegen.graph.moves import axis_of, unsqueezed
-from atsc.codegen.graph.reduce import binary
+from atsc.codegen.graph.moves import axis_of
 from atsc.codegen.graph.tensor import Code, Index, Quantised, Tensor, c_type
 from atsc.codegen.tail import ElementType
 from atsc.compiler.dims import Dim
@@ -116,44 +114,7 @@ def _dequantize(g: Lowering, node: OnnxNode, x: list[Any]) -> Tensor:
     return dequantised(data)
 
 
-def _q_linear_matmul(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
-    """Integer product, then one scale: a_scale * b_scale / y_scale."""
-    a, a_scale, a_zero, b, b_scale, b_zero, y_scale, y_zero = x
-    if y_zero.dtype not in ("int8", "uint8") or min(a.rank, b.rank) < 2:
-        raise RefusedError(f"{y_zero.dtype} of operands with {a.rank} and {b.rank} dimensions")
-    left = _centred(g, a, a_zero, -1)
-    right = _centred(g, b, b_zero, -2)
-    total = matrix_product(g, left, right)
-    factor = binary(g, _by(a_scale, g, -1), _by(b_scale, g, -2), "{0} * {1}")
-    factor = binary(g, factor, y_scale, "{0} / {1}")
-    real = cast(g, total, "float32")
-    product = elementwise(
-        g, [real, cast(g, factor, "float32")], "float32", lambda u, v: f"{u} * {v}"
-    )
-    dtype = y_zero.dtype
-    return elementwise(
-        g,
-        [product, cast(g, y_zero, "int32")],
-        dtype,
-        lambda u, v: saturated(dtype, f"__builtin_nearbyintf({u}) + {v}"),
-        4,
-    )
-
-
-def _by(parameter: Tensor, g: Lowering, summed: int) -> Tensor:
-    """A parameter of rows (the last axis is summed over) or of columns, to broadcast."""
-    if parameter.rank == 1 and parameter.size != Dim.of(1) and summed == -1:
-        return unsqueezed(g, parameter, [1])
-    return parameter
-
-
-def _centred(g: Lowering, x: Tensor, zero: Tensor, summed: int) -> Tensor:
-    wide, offset = cast(g, x, "int32"), cast(g, _by(zero, g, summed), "int32")
-    return elementwise(g, [wide, offset], "int32", lambda u, v: f"{u} - {v}")
-
-
 RULES: dict[tuple[str, str], Rule] = {
     ("", "QuantizeLinear"): _quantize,
     ("", "DequantizeLinear"): _dequantize,
-    ("", "QLinearMatMul"): _q_linear_matmul,
 }

@@ -14,6 +14,7 @@ from atsc.codegen.graph import (
     linear,
     moves,
     quantized,
+    quantized_operators,
     recurrent,
     reduce,
     resize,
@@ -31,6 +32,7 @@ RULES: Mapping[tuple[str, str], Rule] = {
     **along.RULES,
     **quantized.RULES,
     **dynamic.RULES,
+    **quantized_operators.RULES,
     **block_quantized.RULES,
     **recurrent.RULES,
 }
