@@ -80,7 +80,16 @@ class Stages:
     done: int = 0
 
     def run(self, name: str, work: Callable[[], T]) -> T:
-        """One stage's artefact."""
+        """One stage's artefact.
+
+        Raises:
+            UsageError: the stage to stop after did not come, and this one would write the plan.
+        """
+        if name == STAGES[-1] and self.stop_after not in (None, name):
+            raise UsageError(
+                f"--stop-after {self.stop_after}: compiling this model for this target has no such "
+                "stage; -v lists those that it has"
+            )
         start = time.perf_counter()
         artifact = work()
         if self.observer:

@@ -205,7 +205,12 @@ class Watcher:
         self._console = console
         self._dump_dir = dump_dir
         if dump_dir:
-            dump_dir.mkdir(parents=True, exist_ok=True)
+            try:
+                dump_dir.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UsageError(
+                    f"--dump {dump_dir}: {error.strerror}; give a folder, or the name of a new one"
+                ) from None
 
     def on_stage(self, index: int, name: str, artifact: object, seconds: float) -> None:
         """Say it with `-v`, write it with `--dump`."""

@@ -29,6 +29,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     source = existing(args.model, "GGUF file", ModelError)
     if args.output.suffix != ".onnx":
         raise UsageError(f"-o {args.output}: give the name of an .onnx file")
+    if args.output.exists() and args.output.samefile(source):
+        raise UsageError(f"-o {args.output}: the GGUF file itself; give another name")
     refuse_other_than_gguf(source)
     from atsc.compiler.importers.gguf import convert_gguf
 

@@ -121,6 +121,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     from atsc.compiler import plan
     from atsc.compiler.check_plan import check_content
 
+    if args.compare and args.policy:
+        raise UsageError("--compare shows all policies; leave --policy out")
     refuse_general(args.plan, "simulate")
     manifest = plan.load(existing(args.plan, "plan folder", PlanError))
     check_content(manifest, args.plan)
@@ -167,9 +169,20 @@ def _setting(args: argparse.Namespace, manifest: Manifest, console: Console) -> 
             f"--ctx {args.ctx}: the plan reads chunks of {manifest.options.chunk} tokens; give at "
             "least that"
         )
+    if context > manifest.model.model_context_length:
+        raise UsageError(
+            f"--ctx {context}: {manifest.model.name} has positions for "
+            f"{manifest.model.model_context_length} tokens only"
+        )
     depth = args.depth
     if depth is not None and depth >= context:
         raise UsageError(f"--depth {depth}: the context is {context} tokens; give fewer")
+    if args.prompt and args.prompt + (depth or 0) > context:
+        before = f" after {depth} others" if depth else ""
+        raise UsageError(
+            f"--prompt {args.prompt}{before}: the context is {context} tokens; give fewer, or a "
+            "larger --ctx"
+        )
     device, memory = manifest.device, manifest.memory
     activations = device.activations_bytes if device else memory.arena_bytes + memory.logits_bytes
     modules = device.modules_bytes if device else 0

@@ -241,6 +241,21 @@ def test_a_compilation_that_was_told_to_stop(
     assert atsc("compile", model, "--json").document["plan"] is None
 
 
+def test_a_stage_that_does_not_come_is_no_reason_to_write_a_plan() -> None:
+    stages, done = driver.Stages(None, "place"), []
+    stages.run("generate", lambda: done.append("generate"))
+    with pytest.raises(UsageError, match="--stop-after place: compiling this model for this"):
+        stages.run("package", lambda: done.append("package"))
+    assert done == ["generate"]
+    driver.Stages(None, "package").run("package", lambda: done.append("package"))
+    assert done == ["generate", "package"]
+
+
+def test_dumps_need_a_folder(atsc: Atsc, model: Path) -> None:
+    text = one_line(atsc("compile", model, "--dump", model), 2)
+    assert f"--dump {model}: File exists; give a folder" in text
+
+
 @pytest.mark.parametrize(
     ("error", "code", "expected"),
     [

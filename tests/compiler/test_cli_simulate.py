@@ -53,6 +53,23 @@ def test_the_plans_own_rung(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert found["prompt_ns"] == found["prefill"]["round_ns"]
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (("--ctx", "999999"), "--ctx 999999: "),
+        (("--prompt", "99999"), "--prompt 99999: the context is "),
+        (("--prompt", "256", "--depth", "300"), "--prompt 256 after 300 others: the context is "),
+        (("--compare", "--policy", "cpu"), "leave --policy out"),
+    ],
+)
+def test_what_no_plan_could_do(
+    folder: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], expected: str
+) -> None:
+    code, message = refused(capsys, folder, *flags)
+    assert code == 2
+    assert expected in message
+
+
 def test_more_vram_than_the_plan_was_made_for_changes_nothing_and_it_says_so(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,8 +135,8 @@ def test_depth_prompt_and_context(folder: Path, capsys: pytest.CaptureFixture[st
     own = simulated(capsys, folder)
     deep = simulated(capsys, folder, "--depth", "511")
     assert deep["decode"]["round_ns"] > own["decode"]["round_ns"]
-    long = simulated(capsys, folder, "--prompt", "640")
-    assert 9 * own["prefill"]["round_ns"] < long["prompt_ns"] < 10 * own["prefill"]["round_ns"]
+    long = simulated(capsys, folder, "--prompt", "512")
+    assert 7 * own["prefill"]["round_ns"] < long["prompt_ns"] < 8 * own["prefill"]["round_ns"]
     first = simulated(capsys, folder, "--prompt", "64", "--depth", "0")["prompt_ns"]
     growing = simulated(capsys, folder, "--prompt", "448", "--depth", "0")["prompt_ns"]
     last = simulated(capsys, folder, "--prompt", "64", "--depth", "384")["prompt_ns"]

@@ -63,6 +63,17 @@ def test_pointers_in_place_of_files(capsys: pytest.CaptureFixture[str], tmp_path
     assert asked in refusal(capsys, "convert", tmp_path / "m.gguf", "-o", tmp_path / "x.onnx")
 
 
+def test_convert_does_not_write_over_its_source(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    source, link = tmp_path / "m.onnx", tmp_path / "link.onnx"
+    source.write_bytes(b"GGUF")
+    link.symlink_to(source)
+    for output in (source, link):
+        assert "the GGUF file itself" in refusal(capsys, "convert", source, "-o", output)
+    assert source.read_bytes() == b"GGUF"
+
+
 def test_convert_of_something_else(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model, output = tmp_path / "m.onnx", tmp_path / "x.onnx"
     model.touch()
