@@ -21,7 +21,6 @@ from atsc.compiler.commands.console import (
     parse_size,
 )
 from atsc.compiler.commands.inspect import predicted_speed
-from atsc.compiler.commands.memory_table import host_regions, total, vram_regions
 from atsc.compiler.commands.other_formats import refuse_other_formats
 from atsc.compiler.errors import CodegenError, ModelError, UsageError
 
@@ -34,7 +33,12 @@ _NO_TIERS = "plans keep everything in RAM and VRAM for now, so leave it out"
 def add(parsers: Any) -> argparse.ArgumentParser:
     """Declare the flags."""
     parser: argparse.ArgumentParser = parsers.add_parser(
-        "compile", help="compile a model to a plan", description=__doc__, allow_abbrev=False
+        "compile",
+        help="compile a model to a plan",
+        description=__doc__,
+        epilog="As: atsc compile model.gguf --vram 6G --ctx 8192, which makes model.atsplan for "
+        "this machine's CPU and 6 GiB of its GPU.",
+        allow_abbrev=False,
     )
     whole = at_least(1)
     parser.add_argument(
@@ -172,6 +176,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 def _vram_bytes(manifest: Manifest) -> int:
     """All that the process will hold of it."""
+    from atsc.compiler.commands.memory_table import total, vram_regions
+
     return total(vram_regions(manifest)).predicted_bytes
 
 
@@ -186,6 +192,8 @@ def _say_too_much(manifest: Manifest, console: Console) -> None:
 
 
 def _host_bytes(manifest: Manifest) -> int:
+    from atsc.compiler.commands.memory_table import host_regions, total
+
     return total(host_regions(manifest)).predicted_bytes
 
 

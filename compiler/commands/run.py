@@ -26,7 +26,12 @@ from atsc.compiler.errors import PlanError, UsageError
 def add(parsers: Any) -> argparse.ArgumentParser:
     """Declare the flags."""
     parser: argparse.ArgumentParser = parsers.add_parser(
-        "run", help="generate text", description=__doc__, allow_abbrev=False
+        "run",
+        help="generate text",
+        description=__doc__,
+        epilog='As: atsc run model.atsplan -p "Once upon a time", or, to converse: '
+        "atsc run model.atsplan --chat --temperature 0.7",
+        allow_abbrev=False,
     )
     parser.add_argument("plan", type=Path, metavar="PLAN", help="a plan folder")
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="what to go on from; `-`: stdin")
