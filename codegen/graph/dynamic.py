@@ -78,7 +78,7 @@ def _dynamic_quantize_linear(g: Lowering, node: OnnxNode, x: list[Tensor]) -> tu
 def _scaled(
     g: Lowering, total: Tensor, scales: tuple[Tensor, Tensor], bias: Tensor | None
 ) -> Tensor:
-    left, right = (without_dimensions(g, scale) for scale in scales)
+    left, right = (without_dimensions(g, g.held(scale)) for scale in scales)
     if left.rank:
         raise RefusedError("scales of the rows of its input A")
     factor = binary(g, left, right, "{0} * {1}")

@@ -108,6 +108,7 @@ class Lowering:
                 self._uses.update(node.reads)
         self._constants = dict(graph.constants)
         self._packed: dict[tuple[Buffer, tuple[Dim, ...], tuple[Dim, ...]], Buffer] = {}
+        self._held: dict[tuple[str, tuple[int, ...], bytes], Buffer] = {}
         self._meeting = meeting_values(graph)
 
     def value(self, name: str) -> Tensor | None:
@@ -234,6 +235,18 @@ class Lowering:
         buffer = Buffer(name, dtype, shape)
         self.constants[buffer] = constant
         return replace(stored(buffer), literal=literal)
+
+    def held(self, tensor: Tensor) -> Tensor:
+        """A constant in memory, not in the kernel's text: equal layers then share their kernels."""
+        content = tensor.literal
+        if content is None or isinstance(tensor, Stored):
+            return tensor
+        key = (tensor.dtype, content.shape, content.tobytes())
+        if key not in self._held:
+            name = f"{self.node}.held.{len(self._held)}"
+            self._held[key] = Buffer(name, tensor.dtype, tensor.shape)
+            self.constants[self._held[key]] = Constant.of(content)
+        return replace(stored(self._held[key]), literal=content)
 
     def store(self, tensor: Tensor) -> Stored:
         """A tensor in memory, as it is or by a kernel of its own."""

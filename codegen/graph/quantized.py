@@ -53,7 +53,7 @@ def saturated(dtype: ElementType, value: str) -> str:
     """A float as the nearest of a small integer type."""
     limits = np.iinfo(dtype)
     low, high = f"{limits.min}.0f", f"{limits.max}.0f"
-    return f"({c_type(dtype)})(int32_t)smaller<float>(larger<float>({value}, {low}), {high})"
+    return f"({c_type(dtype)})(int32_t)within({value}, {low}, {high})"
 
 
 def _quantize(g: Lowering, node: OnnxNode, x: list[Any]) -> Tensor:
@@ -68,7 +68,7 @@ def _quantize(g: Lowering, node: OnnxNode, x: list[Any]) -> Tensor:
         raise RefusedError(f"{data.dtype} to {dtype}")
     if node.attrs.get("precision", 0) not in (0, 1) and data.dtype != "float32":
         raise RefusedError(f"precision {node.attrs['precision']}")
-    scale, zero = (_along(g, node, data, v) for v in (x[1], given_zero))
+    scale, zero = (_along(g, node, data, v) for v in (g.held(x[1]), given_zero))
     assert scale is not None
     real = cast(g, data, "float32") if data.dtype == "int32" else data
     quotient = elementwise(
@@ -85,8 +85,8 @@ def _quantize(g: Lowering, node: OnnxNode, x: list[Any]) -> Tensor:
 
 
 def _dequantize(g: Lowering, node: OnnxNode, x: list[Any]) -> Tensor:
-    data: Tensor = x[0]
-    given_scale, given_zero = x[1], x[2] if len(x) > 2 else None
+    data = g.held(x[0])
+    given_scale, given_zero = g.held(x[1]), x[2] if len(x) > 2 else None
     scale, zero = (_along(g, node, data, v) for v in (given_scale, given_zero))
     assert scale is not None
     number = int(node.attrs.get("output_dtype", 0))

@@ -58,7 +58,7 @@ def _whole(g: Lowering, x: Tensor, what: str) -> Tensor:
     """
     if x.size != Dim.of(1):
         raise RefusedError(f"a {what} of shape [{', '.join(map(str, x.shape))}], expected one")
-    return reshaped(g, x, ())
+    return reshaped(g, g.held(x) if x.dtype == "float32" else x, ())
 
 
 def _centred(g: Lowering, x: Tensor, zero: Tensor | None) -> Tensor:
@@ -88,7 +88,7 @@ def _q_linear_matmul(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
     if a_scale.dtype != "float32":
         raise RefusedError(f"scales of {a_scale.dtype}, not float32")
     total = integer_product(g, a, without_dimensions(g, a_zero), b, without_dimensions(g, b_zero))
-    left, right = without_dimensions(g, a_scale), without_dimensions(g, b_scale)
+    left, right = (without_dimensions(g, g.held(v)) for v in (a_scale, b_scale))
     left = unsqueezed(g, left, [1]) if left.rank == 1 else left
     factor = binary(g, left, right, "{0} * {1}")
     factor = binary(g, factor, _whole(g, y_scale, "scale"), "{0} / {1}")
@@ -101,9 +101,9 @@ def _q_linear_conv(g: Lowering, node: OnnxNode, x: list[Any]) -> Tensor:
     windows = windows_of(g, node, image, weight)
     total = integer_convolution(g, node, windows, (image, x_zero), (weight, w_zero))
     if bias is not None:
-        total = binary(g, total, of_first(g, bias, total.rank - 1), "{0} + {1}")
+        total = binary(g, total, of_first(g, g.held(bias), total.rank - 1), "{0} + {1}")
     factor = binary(
-        g, _whole(g, x_scale, "scale"), of_first(g, w_scale, total.rank - 1), "{0} * {1}"
+        g, _whole(g, x_scale, "scale"), of_first(g, g.held(w_scale), total.rank - 1), "{0} * {1}"
     )
     factor = binary(g, factor, _whole(g, y_scale, "scale"), "{0} / {1}")
     return _scaled_sum(g, total, factor, y_zero)
@@ -115,10 +115,10 @@ def _q_gemm(g: Lowering, node: OnnxNode, x: list[Any]) -> Tensor:
     b = transposed(b, [1, 0]) if node.attrs.get("transB", 0) else b
     total = integer_product(g, a, without_dimensions(g, a_zero), b, without_dimensions(g, b_zero))
     if bias is not None:
-        total = binary(g, total, bias, "{0} + {1}")
+        total = binary(g, total, g.held(bias), "{0} + {1}")
     alpha = g.array(np.asarray(node.attrs.get("alpha", 1.0), np.float32))
     factor = binary(g, alpha, _whole(g, a_scale, "scale"), "{0} * {1}")
-    factor = binary(g, factor, without_dimensions(g, b_scale), "{0} * {1}")
+    factor = binary(g, factor, without_dimensions(g, g.held(b_scale)), "{0} * {1}")
     if y_scale is None:
         return binary(g, cast(g, total, "float32"), factor, "{0} * {1}")
     factor = binary(g, factor, _whole(g, y_scale, "scale"), "{0} / {1}")

@@ -193,6 +193,12 @@ static inline T larger(T a, T b) {
   return b > a || b != b ? b : a;
 }
 
+// Saturated; NaN becomes the lowest.
+static inline float within(float x, float low, float high) {
+  const float risen = x > low ? x : low;
+  return risen < high ? risen : high;
+}
+
 // By the type's width or more, or by a negative count, all bits leave: a sign stays to the right.
 template <class T>
 static inline T shift(T a, T b, bool left) {
