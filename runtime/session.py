@@ -119,6 +119,8 @@ class Session(Closing):
         failures: list[BaseException] = []
 
         def work() -> None:
+            if not begins.acquire(blocking=False):
+                return
             try:
                 self._call("session_prefill", ctypes.byref(call))
             except BaseException as error:
@@ -126,14 +128,16 @@ class Session(Closing):
             finally:
                 done.set()
 
+        begins = threading.Lock()  # for the first to take it: the thread, or a Ctrl-C before it
         done = threading.Event()  # an interrupted Thread.join gives the thread up
-        threading.Thread(target=work, name="atsc prefill").start()
         try:
+            threading.Thread(target=work, name="atsc prefill").start()
             done.wait()
         except BaseException:
-            self.cancel()
-            done.wait()
-            self.rewind(self.position)  # takes the cancel back if it came too late
+            if not begins.acquire(blocking=False):
+                self.cancel()
+                done.wait()
+                self.rewind(self.position)  # takes the cancel back if it came too late
             raise
         if failures:
             raise failures[0]

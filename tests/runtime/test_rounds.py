@@ -295,6 +295,42 @@ def test_ctrl_c_ends_a_long_prefill(open_tiny: OpenTiny, monkeypatch: pytest.Mon
         np.testing.assert_array_equal(session.decode(tokens[2 * CHUNK]), expected[2 * CHUNK])
 
 
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_ctrl_c_while_a_long_prefill_begins(
+    open_tiny: OpenTiny, monkeypatch: pytest.MonkeyPatch, has_begun: bool
+) -> None:
+    """On a busy machine its thread takes a while to start. No call is left behind."""
+    plan = open_tiny(threads=2)
+    assert plan._library is not None
+    hooks = plan._library._library
+    tokens = [*IDS[:CHUNK], GATE_TOKEN, *IDS[: 2 * CHUNK]]
+    expected = plan.forward(tokens)
+    waiting_before = hooks.tiny_gate_waiting()
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        if has_begun:
+            start(thread)
+            while hooks.tiny_gate_waiting() == waiting_before:
+                time.sleep(0.001)
+        raise KeyboardInterrupt
+
+    with plan.session() as session:
+        cancel = session.cancel
+        monkeypatch.setattr(session, "cancel", lambda: (cancel(), hooks.tiny_hold_gate(0)))
+        hooks.tiny_hold_gate(1)
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr(threading.Thread, "start", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    session.prefill(tokens)
+            assert session.position in ((CHUNK, 2 * CHUNK) if has_begun else (0,))
+        finally:
+            hooks.tiny_hold_gate(0)
+        session.rewind(0)
+        np.testing.assert_array_equal(session.prefill(tokens), expected[-1])
+
+
 @pytest.mark.parametrize("tokens", [10, 60])
 def test_saved_and_restored(open_tiny: OpenTiny, tmp_path: Path, tokens: int) -> None:
     """With a ring that is partly filled, and one that has gone round."""
