@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,23 +54,34 @@ def test_a_slow_kernel_is_seen_on_the_device_alone(plan: Plan) -> None:
     plan.script_device("kernel linear", 2e6)
     try:
         assert plan.profile_unit(1, True, 1, 10) > 2e6
-        assert plan.profile_unit(1, False, 1, 10) < 2e6
-        # The table never leaves the host, whose time it therefore has.
-        assert plan.profile_unit(0, True, 1, 10) < 2e6
+        # The table never leaves the host, whose time it therefore has. The best of some, since
+        # other programs may run beside these.
+        for unit, on_device in ((1, False), (0, True)):
+            assert min(plan.profile_unit(unit, on_device, 1, 10) for _ in range(5)) < 2e6
     finally:
         plan.script_device("kernel linear", 0)
 
 
 def test_the_link_has_the_rate_that_it_was_given(plan: Plan) -> None:
-    found = plan.profile_link()
-    for direction in ("to_device", "to_host", "to_device_beside_cpu"):
-        assert 0.3 * LINK_RATE < found[f"{direction}_bytes_per_s"] < 1.05 * LINK_RATE
+    """It is never faster, and not much slower in the best of some profiles."""
+    rates = [f"{way}_bytes_per_s" for way in ("to_device", "to_host", "to_device_beside_cpu")]
     payload_ns = 16384 / LINK_RATE * 1e9
-    round_trip = found["hand_off_to_device_ns"] + found["hand_off_to_host_ns"]
-    assert 2 * payload_ns < round_trip < 100 * payload_ns
-    assert 0.2 < found["cpu_slowdown"] < 50
-    # Activations, logits and the numbers of a round.
-    assert 4000 < found["fixed_device_bytes"] < 20000
+    best, round_trip, slowdown = dict.fromkeys(rates, 0.0), math.inf, math.inf
+    for _ in range(5):
+        found = plan.profile_link()
+        assert all(found[rate] < 1.05 * LINK_RATE for rate in rates)
+        hand_offs = found["hand_off_to_device_ns"] + found["hand_off_to_host_ns"]
+        assert hand_offs > 2 * payload_ns and found["cpu_slowdown"] > 0.2
+        # Activations, logits and the numbers of a round.
+        assert 4000 < found["fixed_device_bytes"] < 20000
+        best = {rate: max(best[rate], found[rate]) for rate in rates}
+        round_trip = min(round_trip, hand_offs)
+        slowdown = min(slowdown, found["cpu_slowdown"])
+        if min(best.values()) > 0.3 * LINK_RATE and round_trip < 100 * payload_ns:
+            break
+    assert min(best.values()) > 0.3 * LINK_RATE
+    assert round_trip < 100 * payload_ns
+    assert slowdown < 50
     assert plan.device_bytes == 0
 
 
