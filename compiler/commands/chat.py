@@ -69,7 +69,7 @@ class Chat:
         self._writer = writer
         self._plan = plan
         self._console = console
-        self._opening: list[Message] = [_message("system", system)] if system else []
+        self._opening: list[Message] = [_message("system", system)] if system is not None else []
         self._exchanges: list[tuple[Message, Message]] = []
         self._num_tokens = 0
         self._stats = Stats()

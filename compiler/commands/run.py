@@ -38,7 +38,11 @@ def add(parsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--chat", action="store_true", help="use the chat template; without -p, converse"
     )
-    parser.add_argument("--system", metavar="TEXT", help="with --chat: the system message")
+    parser.add_argument(
+        "--system",
+        metavar="TEXT",
+        help="with --chat: the system message; empty, it also keeps out the model's own",
+    )
     parser.add_argument(
         "-n", type=at_least(1), default=256, metavar="N", help="most new tokens (256)"
     )
@@ -138,7 +142,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if args.prompt is None and (not args.chat or args.json):
         hint = "--json takes one prompt" if args.chat else "or converse with --chat"
         raise UsageError(f"give a prompt with -p TEXT; {hint}")
-    if args.system and not args.chat:
+    if args.system is not None and not args.chat:
         raise UsageError("--system belongs to --chat; without it, write all of the prompt yourself")
     directory = existing(args.plan, "plan folder", PlanError)
     refuse_general(directory, "run")
@@ -182,5 +186,5 @@ def run(args: argparse.Namespace, console: Console) -> int:
 def _prompt(writer: Writer, args: argparse.Namespace, text: str) -> Prompt:
     if not args.chat:
         return writer.text_prompt(text)
-    opening = [{"role": "system", "content": args.system}] if args.system else []
+    opening = [{"role": "system", "content": args.system}] if args.system is not None else []
     return writer.chat_prompt([*opening, {"role": "user", "content": text}])

@@ -141,6 +141,8 @@ def test_a_prompt_from_stdin_and_an_empty_one(
     assert json.loads(capsys.readouterr().out)["prompt"] == "from stdin"
     assert run(tmp_path, "-p", "") == 2
     assert "the prompt is empty" in capsys.readouterr().err
+    monkeypatch.setattr(FakePlan, "bos_token_id", 7)
+    assert run(tmp_path, "-p", "", "-n", "1") == 0
 
 
 def test_prompts_that_are_no_text(
@@ -154,13 +156,23 @@ def test_prompts_that_are_no_text(
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8"))
     assert run(tmp_path, "-p", "-") == 1
     assert "atsc: a text that is not UTF-8" in capsys.readouterr().err
-    monkeypatch.setattr(FakePlan, "bos_token_id", 7)
-    assert run(tmp_path, "-p", "", "-n", "1") == 0
 
 
 def test_one_turn_of_chat(plan: FakePlan, tmp_path: Path) -> None:
     assert run(tmp_path, "--chat", "-p", "hi", "--system", "s", "-n", "1") == 0
     assert "".join(map(chr, plan.sessions[0].held)).startswith("<s>s<u>hi<a>")
+
+
+def test_an_empty_system_message_is_one(
+    plan: FakePlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Templates put their own in where there is none."""
+    assert run(tmp_path, "--chat", "-p", "hi", "--system", "", "-n", "1") == 0
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\n"))
+    assert run(tmp_path, "--chat", "--system", "", "-n", "1") == 0
+    for session in plan.sessions:
+        assert "".join(map(chr, session.held)).startswith("<s><u>hi<a>")
+    assert run(tmp_path, "-p", "hi", "--system", "") == 2
 
 
 def test_a_conversation_keeps_what_it_has(
