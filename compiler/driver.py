@@ -205,9 +205,12 @@ def _target_of(options: CompileOptions) -> Target:
         return dataclasses.replace(target, gpu="")
     if not target.gpu and (options.vram_bytes is not None or options.policy is not None):
         flag = "--vram" if options.vram_bytes is not None else f"--policy {options.policy}"
+        is_here = options.target == "auto"
+        machine = "this machine" if is_here else f"target {target.name}"
+        why = " (atsc doctor says what is missing)" if is_here else ""
         raise UsageError(
-            f"{flag}: target {target.name} has no GPU that atsc can use; leave it out, or compile "
-            "for another machine with --target NAME (atsc targets lists them)"
+            f"{flag}: {machine} has no GPU that atsc can use{why}; leave it out, or compile for "
+            "another machine with --target NAME (atsc targets lists them)"
         )
     return target
 

@@ -93,6 +93,9 @@ def add(parsers: Any) -> argparse.ArgumentParser:
         help="GPU memory to use, as 6G or 800M; 0: the CPU alone (default: as compiled)",
     )
     add_transfer_flags(parser)
+    parser.add_argument(
+        "--verify", action="store_true", help="read all weights first, and compare their checksums"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     traces.add_flag(parser)
     return parser
@@ -151,7 +154,11 @@ def run(args: argparse.Namespace, console: Console) -> int:
     with (
         traces.tracing(args.trace) as trace,
         loader.load(
-            directory, threads=args.threads, **gpu_options(args), **transfer_options(args)
+            directory,
+            threads=args.threads,
+            verify=args.verify,
+            **gpu_options(args),
+            **transfer_options(args),
         ) as plan,
         plan.session() as session,
     ):

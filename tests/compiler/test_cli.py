@@ -26,6 +26,7 @@ from atsc.compiler.check_plan import check_plan
 from atsc.compiler.commands.compile import _unused_gpu
 from atsc.compiler.commands.console import Console, ProgressBar, format_size, parse_size, table
 from atsc.compiler.errors import ModelError, UsageError
+from atsc.targets.target import Target
 
 
 @dataclass
@@ -249,6 +250,21 @@ def test_a_stage_that_does_not_come_is_no_reason_to_write_a_plan() -> None:
     assert done == ["generate"]
     driver.Stages(None, "package").run("package", lambda: done.append("package"))
     assert done == ["generate", "package"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("auto", "--vram: this machine has no GPU that atsc can use (atsc doctor says what is"),
+        ("x86-64-v3", "--vram: target x86-64-v3 has no GPU that atsc can use; leave it out"),
+    ],
+)
+def test_a_budget_without_a_gpu(
+    atsc: Atsc, model: Path, monkeypatch: pytest.MonkeyPatch, spec: str, expected: str
+) -> None:
+    monkeypatch.setattr(driver, "resolve", lambda name: Target(spec, isa="x86-64-v3"))
+    monkeypatch.setattr(driver, "find_compiler", lambda toolchain: None)
+    assert expected in one_line(atsc("compile", model, "--vram", "6G", "--target", spec), 2)
 
 
 def test_dumps_need_a_folder(atsc: Atsc, model: Path) -> None:

@@ -44,13 +44,13 @@ def test_text_streams_and_speed_follows(
     assert captured.err.endswith(" (length)\n")
     numbers = {"drift_threshold": 0.15, "reschedule_interval": 5.0}
     dynamic = {"transfer": "load-aware", **numbers}
-    assert plan.options == {"threads": 2, "vram": 6 << 30, **dynamic}
+    assert plan.options == {"threads": 2, "vram": 6 << 30, "verify": False, **dynamic}
     flags = ("--vram", "1G", "--transfer", "static", "--rounds", "synchronous")
     assert cli.main(["bench", str(tmp_path), "-p", "8", "-n", "0", "-r", "1", *flags]) == 0
     plain = {"transfer": "static", "rounds": "synchronous"}
     assert plan.options == {"threads": None, "vram": 1 << 30, **dynamic, **plain}
-    assert run(tmp_path, "-p", "abc", "-n", "5", "--vram", "0") == 0
-    assert plan.options == {"threads": None, "device": False, **dynamic}
+    assert run(tmp_path, "-p", "abc", "-n", "5", "--vram", "0", "--verify") == 0
+    assert plan.options == {"threads": None, "device": False, "verify": True, **dynamic}
 
 
 def test_memory_of_the_gpu_is_told_where_there_is_any(
