@@ -52,7 +52,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     for name, regions in (("vram", vram_regions(manifest)), ("host", host_regions(manifest))):
         document[f"{name}_regions"] = [dataclasses.asdict(region) for region in regions]
     document["choices"] = [dataclasses.asdict(choice) for choice in choices_of(manifest)]
-    text = _text(manifest, args.plan)
+    text = _text(manifest, args.plan, verbose=console.verbose)
     if args.html:
         _write_page(manifest, args.plan, args.html)
         text = str(args.html)
@@ -70,7 +70,7 @@ def _write_page(manifest: Manifest, path: Path, output: Path) -> None:
         raise UsageError(f"--html {output}: {error.strerror}; choose another file") from None
 
 
-def _text(manifest: Manifest, path: Path) -> str:
+def _text(manifest: Manifest, path: Path, *, verbose: bool) -> str:
     from atsc.compiler.commands.memory_table import host_regions, vram_regions
 
     options, model, device = manifest.options, manifest.model, manifest.device
@@ -83,7 +83,7 @@ def _text(manifest: Manifest, path: Path) -> str:
     plain = [f"{k} {v}" for k, v in manifest.measured.items() if not isinstance(v, dict)]
     if plain:
         parts[0] += "\nmeasured: " + ", ".join(plain)
-    parts.append(_units(manifest.units))
+    parts.append(_units(manifest.units, verbose=verbose))
     if any(unit.cost for unit in manifest.units):
         parts.append(_summary(manifest.units))
     if device:
@@ -94,12 +94,13 @@ def _text(manifest: Manifest, path: Path) -> str:
     return "\n\n".join(parts)
 
 
-def _units(units: Iterable[Unit]) -> str:
-    """One row a unit, in execution order; a run of nodes is named by its first and last."""
+def _units(units: Iterable[Unit], *, verbose: bool) -> str:
+    """One row a unit, in execution order; how many nodes it has, if `verbose` with the last."""
     rows = [["unit", "nodes", "format", "size", "lives in"]]
     units = list(units)
     for unit in units:
-        nodes = f"{len(unit.nodes)}: {unit.nodes[-1]}" if unit.nodes else "shared"
+        last = f": {unit.nodes[-1]}" if verbose and unit.nodes else ""
+        nodes = f"{len(unit.nodes)}{last}" if unit.nodes else "shared"
         rows.append([unit.name, nodes, unit.format, format_size(_bytes(unit)), unit.residency])
     by_place = sorted(units, key=lambda unit: unit.residency)
     for residency, group in groupby(by_place, key=lambda unit: unit.residency):
