@@ -97,8 +97,10 @@ def write_gpu_plan(
     for unit in units_of(shape):
         units.append(dataclasses.replace(unit, offset=end))
         end += -(-unit.bytes // plan.WEIGHTS_ALIGNMENT) * plan.WEIGHTS_ALIGNMENT
+    context_length = max(manifest.model.model_context_length, shape.context)
     manifest = dataclasses.replace(
         manifest,
+        model=dataclasses.replace(manifest.model, model_context_length=context_length),
         units=tuple(units),
         files={**manifest.files, "weights.bin": plan.File(end, "0" * 64)},
         memory=plan.Memory(end, 4 * shape.kv_width * shape.context * shape.layers, MIB, MIB),
