@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx_ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
@@ -31,9 +32,18 @@ from atsc.compiler.importers.onnx.dynamic_quantization import (
     rewrite_dynamic_quantization,
     spoiled_attentions,
 )
+from atsc.compiler.importers.onnx.inputs import ModelInput, input_kinds, why_unsupported
 from atsc.compiler.importers.onnx.lowering import Lowering, Rule, lower_node, refuse_node
 from atsc.compiler.importers.onnx.model_file import ModelFile, is_readable, open_model, read_json
-from atsc.compiler.importers.onnx.operands import INTEGERS, Constant, Ints, Rows, Symbol, Unknown
+from atsc.compiler.importers.onnx.operands import (
+    INTEGERS,
+    Affine,
+    Constant,
+    Ints,
+    Rows,
+    Symbol,
+    Unknown,
+)
 from atsc.compiler.invariants import check_graph, infer_values
 from atsc.compiler.ir import TOKENS, DType, Graph, ModelInfo, TensorType, Value
 
@@ -51,15 +61,6 @@ _RULES: Mapping[tuple[str, str], Rule] = {
     )
     for rule in module.RULES
 }
-_INPUTS = {
-    "input_ids": "ids",
-    "attention_mask": "mask",
-    "position_ids": "positions",
-    "use_cache_branch": "flag",
-    "num_logits_to_keep": "flag",
-    "logits_to_keep": "flag",
-}
-"""Inputs by name. Flags are 1: use the branch with a cache, compute logits of the last row."""
 _MAX_INTS = 64
 """Integer constants up to this size are followed as sizes and indices."""
 
@@ -88,10 +89,12 @@ def import_onnx(
     lowering.raise_problems()
     rewrite_dynamic_quantization(graph)
     _sort(file)
-    found = canonicalize(graph, _input_kinds(lowering, graph), _context_length(lowering))
+    RemoveUnusedNodesPass()(file.model)
+    kinds = _input_kinds(lowering, graph)
+    found = canonicalize(graph, kinds, _context_length(lowering))
     _sort(file)
     RemoveUnusedNodesPass()(file.model)
-    _bind_inputs(lowering, graph)
+    _bind_inputs(lowering, graph, found.kinds)
     _lower_body(lowering, graph, found.refused)
     lowering.raise_problems()
     return _finish(lowering, graph, found.places)
@@ -120,38 +123,48 @@ def _sort(file: ModelFile) -> None:
         raise ModelError(f"{file.path}: its nodes cannot be put in order ({error})") from error
 
 
+def _inputs(graph: onnx_ir.Graph) -> list[ModelInput]:
+    """The inputs that anything reads."""
+    found = []
+    for value in graph.inputs:
+        if (value.uses() or value.is_graph_output()) and value.name not in graph.initializers:
+            dims = (
+                None
+                if value.shape is None
+                else [d if isinstance(d, int) else None for d in value.shape]
+            )
+            found.append(ModelInput(value.name or "", dims, value.dtype in INTEGERS))
+    return found
+
+
 def _input_kinds(lowering: Lowering, graph: onnx_ir.Graph) -> dict[str, str]:
-    """What each input of the model is, by name and rank; those of other kinds are left out."""
-    inputs = lowering.file.config.get("decoder", {}).get("inputs", {})
-    names = {name: kind for key, kind in _INPUTS.items() for name in (key, inputs.get(key))}
-    kinds = {}
+    """What each input of the model is, by name.
+
+    Raises:
+        UnsupportedError: one is nothing that a plan has; what hangs on it would be refused too.
+    """
+    inputs = _inputs(graph)
+    kinds = input_kinds(inputs, lowering.file.config)
+    for value in inputs:
+        if value.name not in kinds:
+            lowering.report(value.name, "input of the model", why_unsupported(value))
+    lowering.raise_problems()
+    return kinds
+
+
+def _bind_inputs(lowering: Lowering, graph: onnx_ir.Graph, kinds: Mapping[str, str]) -> None:
     for value in graph.inputs:
-        name, rank = value.name or "", None if value.shape is None else len(value.shape)
-        kind = names.get(name, "past" if rank == 4 else "")
-        if kind == "flag" or (kind and rank == (4 if kind == "past" else 2)):
-            kinds[name] = kind
-    return {name: kind for name, kind in kinds.items() if name not in graph.initializers}
-
-
-def _bind_inputs(lowering: Lowering, graph: onnx_ir.Graph) -> None:
-    kinds = _input_kinds(lowering, graph)
-    for value in graph.inputs:
-        name, kind = value.name or "", kinds.get(value.name or "")
-        if name in graph.initializers or (kind == "flag" and not value.uses()):
-            continue
-        if kind is None or kind == "flag":
-            lowering.report(name, "input of the model", _unsupported_input(name, value.shape))
-            kind = "unsupported"
-        lowering.bind(name, Symbol(kind, "input_ids" if kind == "ids" else name))
-
-
-def _unsupported_input(name: str, shape: onnx_ir.Shape | None) -> str:
-    if name == "inputs_embeds":
-        return (
-            "a plan reads token ids, not embeddings; export the model with its embedding "
-            "(the builder's exclude_embeds=false)"
-        )
-    return f"an input with {'no shape' if shape is None else f'shape {shape}'} and this name"
+        name, kind = value.name or "", kinds.get(value.name or "", "")
+        if kind == "flag" and value.uses():
+            reason = "it may choose more than the branch with a cache, or the rows of logits"
+            lowering.report(name, "input of the model", reason)
+            lowering.bind(name, Unknown())
+        elif kind == "past_length":
+            past = np.empty([1 for _ in value.shape or ()], object)
+            past[...] = Affine(past=1)
+            lowering.bind(name, Ints.of(past))
+        elif kind:
+            lowering.bind(name, Symbol(kind, "input_ids" if kind == "ids" else name))
 
 
 def _bind_constant(lowering: Lowering, node: onnx_ir.Node) -> None:

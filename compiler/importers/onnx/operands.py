@@ -97,7 +97,7 @@ class Symbol:
     """A graph input or output that has no counterpart in the canonical graph."""
 
     kind: str
-    """`ids`, `mask`, `positions`, `past`, `present` or `unsupported`."""
+    """`present`, or that of an input (inputs.py)."""
     name: str
 
 

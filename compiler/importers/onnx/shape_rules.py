@@ -7,6 +7,9 @@ its width, which is what GroupQueryAttention's seqlens_k is proved from.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 from atsc.compiler.errors import ModelError
@@ -24,7 +27,12 @@ from atsc.compiler.importers.onnx.operands import (
     transpose,
 )
 
-_SHAPES = {"ids": [1, M], "positions": [1, M], "mask": [1, TOTAL]}
+_SHAPES: Mapping[str, list[Any]] = {
+    "ids": [1, M],
+    "positions": [1, M],
+    "places": [M],
+    "mask": [1, TOTAL],
+}
 
 
 def _ints(node: OnnxNode, index: int) -> Ints:
@@ -95,14 +103,16 @@ def _squeeze(lowering: Lowering, node: OnnxNode) -> None:
     if isinstance(operand, Rows) and operand.name in lowering.selected:
         lowering.bind(node.output(), operand)
         return
-    values = _ints(node, 0).values
+    constant = operand if isinstance(operand, Constant) and not operand.transposed else None
+    values = np.empty(constant.shape, bool) if constant else _ints(node, 0).values
     axes = node.attrs["axes"] if node.input(1) is None else _known(node, 1)
     change = np.expand_dims if node.op_type == "Unsqueeze" else np.squeeze
     try:
         changed = change(values, None if axes is None else tuple(axes))  # type: ignore[arg-type]
     except (ValueError, TypeError) as error:
         raise ModelError(f"axes {axes} do not fit ({error})") from None
-    lowering.bind(node.output(), Ints.of(changed))
+    moved = reshape(constant, changed.shape) if constant else Ints.of(changed)
+    lowering.bind(node.output(), moved)
 
 
 def _concat(lowering: Lowering, node: OnnxNode) -> None:

@@ -1,11 +1,12 @@
-"""GELU spelled out, to Gelu, and Relu.
+"""Activations spelled out, to Gelu, Sigmoid, x * Sigmoid(x) and Relu.
 
-    max(x, 0)                                                      a Max, or a Clip without maximum
-    x * 0.5 * (1 + erf(x / sqrt(2)))                               the exact one, around an Erf
+    x * 0.5 * (1 + erf(x / sqrt(2)))                               the exact GELU, around an Erf
     x * 0.5 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)))      around a Tanh
+    1 / (1 + exp(-x)), x / (1 + exp(-x))                           around an Exp
+    max(x, 0)                                                      a Max, or a Clip without maximum
 
 Products, sums and powers of x come in any order; the first value after the anchor whose values are
-those of a GELU is taken for it.
+those of the activation is taken for it.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from atsc.compiler.importers.onnx.canonical.rounds import (
 )
 from atsc.compiler.ops.activation import apply_activation
 
-_KINDS = {"Erf": ("gelu", "none"), "Tanh": ("gelu_tanh", "tanh")}
-_STEPS = ("Add", "Mul", "Div", "Pow", "Sub")
+_KINDS = {"Erf": ("gelu",), "Tanh": ("gelu_tanh",), "Exp": ("sigmoid", "silu")}
+_STEPS = ("Add", "Mul", "Div", "Pow", "Sub", "Neg", "Reciprocal")
 
 
 def rewrite_activations(editor: Editor) -> None:
@@ -51,7 +52,6 @@ def _rewrite_relu(editor: Editor, node: Node) -> None:
 
 
 def _rewrite(editor: Editor, anchor: Node) -> None:
-    kind, approximate = _KINDS[anchor.op_type]
     for x in _sources(editor, anchor):
         value = anchor.outputs[0]
         for _ in range(6):
@@ -59,10 +59,18 @@ def _rewrite(editor: Editor, anchor: Node) -> None:
             if len(nodes) != 1 or nodes[0].op_type not in _STEPS:
                 break
             value = nodes[0].outputs[0]
-            if _holds(editor, x, value, kind):
-                name = f"{anchor.name or value.name}/gelu"
-                editor.replace(value, editor.node("Gelu", [x], name, approximate=approximate)[0])
-                return
+            for kind in _KINDS[anchor.op_type]:
+                if _holds(editor, x, value, kind):
+                    editor.replace(value, _activation(editor, x, kind, f"{anchor.name}/{kind}"))
+                    return
+
+
+def _activation(editor: Editor, x: Value, kind: str, name: str) -> Value:
+    if kind.startswith("gelu"):
+        approximate = "tanh" if kind == "gelu_tanh" else "none"
+        return editor.node("Gelu", [x], name, approximate=approximate)[0]
+    (y,) = editor.node("Sigmoid", [x], f"{name}/sigmoid")
+    return y if kind == "sigmoid" else editor.node("Mul", [x, y], name)[0]
 
 
 def _sources(editor: Editor, anchor: Node) -> list[Value]:

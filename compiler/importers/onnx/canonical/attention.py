@@ -281,7 +281,7 @@ def _attributes(found: _Found) -> tuple[float, float]:
 
 def _empty_caches(region: Region) -> dict[Value, Array]:
     empty = np.zeros((1, region.kv_heads, region.capacity, region.size), np.float32)
-    return {region.keys.past: empty, region.values.past: empty}
+    return {cache.past: cache.stored(empty) for cache in (region.keys, region.values)}
 
 
 def _random(editor: Editor, found: _Found, at: Round) -> tuple[Given, Given]:
@@ -296,7 +296,7 @@ def _random(editor: Editor, found: _Found, at: Round) -> tuple[Given, Given]:
             given[span.source] = rows_as(editor, span, at, array)
     shape = (1, region.kv_heads, region.capacity or at.past, region.size)
     for cache in (region.keys, region.values):
-        given[cache.past] = rng.standard_normal(shape).astype(np.float32)
+        given[cache.past] = cache.stored(rng.standard_normal(shape).astype(np.float32))
     return rows, given
 
 
@@ -319,7 +319,7 @@ def _check(editor: Editor, found: _Found, at: Round) -> None:
         span = side.span
         shaped = rows[span.source][:, span.selected].reshape(at.tokens, span.heads, span.size)
         heads.append(turned(shaped, side.turn, at).astype(np.float64))
-    pasts = given[region.keys.past], given[region.values.past]
+    pasts = [cache.ordered(given[cache.past]) for cache in (region.keys, region.values)]
     # The graph's cache holds scaled keys, ours does not: the scale is part of `found.scale`.
     old_keys, old_values = (past[0].swapaxes(0, 1)[: at.past] for past in pasts)
     keys = np.concatenate([old_keys / found.k.turn.scale, heads[1]])
@@ -350,8 +350,9 @@ def _attend(found: _Found, at: Round, q: Array, k: Array, v: Array) -> Array:
 def _check_present(editor: Editor, found: _Found, at: Round, given: Given) -> None:
     """The caches that go out must be those that came in, and the new heads behind them."""
     for cache in (found.region.keys, found.region.values):
-        present = editor.rounds.region(cache.present, at, given)
-        old, length = given[cache.past][:, :, : at.past], found.region.capacity or at.total
+        present = cache.ordered(editor.rounds.region(cache.present, at, given))
+        old = cache.ordered(given[cache.past])[:, :, : at.past]
+        length = found.region.capacity or at.total
         shape = (1, found.region.kv_heads, length, found.region.size)
         if present.shape != shape or not np.array_equal(present[:, :, : at.past], old):
             raise Refusal(f"{cache.present.name} is not {cache.past.name} with new tokens behind")

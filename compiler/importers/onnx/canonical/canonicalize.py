@@ -64,6 +64,8 @@ class Canonicalized:
     refused: Mapping[str, str]
     """Why an attention was not rewritten, by name of its Softmax or Attention node; empty for the
     nodes around it, which need no message of their own."""
+    kinds: Mapping[str, str]
+    """What each input of the model is, also those that were added."""
     places: int | None
     """The most tokens that caches of a fixed size have room for; None: they grow."""
 
@@ -75,7 +77,7 @@ def canonicalize(
 
     Args:
         graph: the decoder.
-        kinds: what each input is: ids, mask, positions, past, flag, or anything else.
+        kinds: what each input is (inputs.py).
         context_length: positions for which tables are made; None: as many as there are in the
             graph, at most `rope.DEFAULT_POSITIONS`.
     """
@@ -88,7 +90,8 @@ def canonicalize(
         rewrite(editor)
     if editor.refused:
         _silence_sizes(editor)
-    return Canonicalized(editor.refused, editor.places)
+    kinds = {value.name or "": editor.rounds.kind(value) for value in graph.inputs}
+    return Canonicalized(editor.refused, kinds, editor.places)
 
 
 def _silence_sizes(editor: Editor) -> None:

@@ -41,9 +41,7 @@ def rewrite_casts(editor: Editor) -> None:
             continue
         source = node.inputs[0]
         if source is not None and is_float[source] and node.attributes["to"].value in FLOATS:
-            editor.replace(node.outputs[0], source)
-            # The rewrites that follow ask who else reads a value.
-            editor.graph.remove(node, safe=True)
+            editor.supersede(node, source)
 
 
 def _is_float(node: Node, output: Value, known: dict[Value, bool]) -> bool:

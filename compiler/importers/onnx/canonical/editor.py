@@ -85,6 +85,14 @@ class Editor:
                 new.name = name
                 self.graph.outputs[index] = new
 
+    def supersede(self, node: Node, new: Value) -> None:
+        """Put a value in the place of a node's one output, and remove the node.
+
+        Rewrites that follow ask who else reads a value; a node that is left would count.
+        """
+        self.replace(node.outputs[0], new)
+        self.graph.remove(node, safe=True)
+
     def input(self, kind: str, name: str, dims: list[str]) -> Value:
         """The input of one kind, added if the model has none: all inputs of a round are known."""
         for value in self.graph.inputs:

@@ -1,13 +1,17 @@
-"""Products that onnxruntime's optimiser makes of several operators, taken apart again.
+"""Products that are several operators in one, taken apart.
 
     FusedMatMul(a, b)    -> Mul(MatMul(Transpose(a), Transpose(b)), alpha)     what of it there is
     FusedGemm(a, b, c)   -> Relu(Gemm(a, b, c)), or another activation
+    Einsum(x, weight)    -> MatMul between Reshapes, where rows are multiplied by a matrix
 
-Attention is proved on plain operators. Transposes of batch axes stay as they are, and are refused.
+onnxruntime's optimiser writes the first two. Attention is proved on plain operators. Transposes of
+batch axes stay as they are, and are refused.
 Sources: com.microsoft FusedMatMul and FusedGemm.
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 
@@ -23,6 +27,8 @@ def rewrite_fused_products(editor: Editor) -> None:
     for node in list(editor.graph):
         if node.op_type == "FusedGemm" and node.domain == "com.microsoft":
             _rewrite_gemm(editor, node)
+        if node.op_type == "Einsum" and not node.domain and len(node.inputs) == 2:
+            _rewrite_einsum(editor, node)
         if node.op_type != "FusedMatMul" or node.domain != "com.microsoft":
             continue
         moved = any(_number(node, f"transBatch{side}", 0) for side in "AB")
@@ -45,7 +51,7 @@ def _rewrite(editor: Editor, node: Node, a: Value, b: Value) -> None:
     if alpha != 1:
         factor = editor.constant(f"{name}/alpha", np.array(alpha, np.float32))
         (product,) = editor.node("Mul", [product, factor], f"{name}/scaled")
-    editor.replace(node.outputs[0], product)
+    editor.supersede(node, product)
 
 
 def _rewrite_gemm(editor: Editor, node: Node) -> None:
@@ -56,7 +62,43 @@ def _rewrite_gemm(editor: Editor, node: Node) -> None:
     kept = (a for a in node.attributes.values() if not a.name.startswith("activation"))
     attributes = {attribute.name: attribute.value for attribute in kept}
     (product,) = editor.node("Gemm", list(node.inputs), name, **attributes)
-    editor.replace(node.outputs[0], editor.node(kind, [product], f"{name}/{kind}")[0])
+    editor.supersede(node, editor.node(kind, [product], f"{name}/{kind}")[0])
+
+
+def _rewrite_einsum(editor: Editor, node: Node) -> None:
+    """x [P.., K..] times a constant [K.., N..] or [N.., K..] is [P.., N..], each in that order."""
+    terms, _, result = str(node.attributes["equation"].value).replace(" ", "").partition("->")
+    x, weight = node.inputs
+    first, _, second = terms.partition(",")
+    if x is None or weight is None or "." in terms or editor.rounds.depends(weight) != "constant":
+        return
+    inner = "".join(c for c in first if c in second)
+    rows, columns = first.removesuffix(inner), second.removeprefix(inner)
+    flipped = columns == second
+    columns = columns.removesuffix(inner)
+    whole = second == (columns + inner if flipped else inner + columns)
+    if (
+        not inner
+        or not whole
+        or first != rows + inner
+        or result != rows + columns
+        or len(rows) != 2
+    ):
+        return
+    sizes = dict(zip(second, editor.rounds.shape(weight, TYPICAL), strict=True))
+    widths = [math.prod(sizes[c] for c in letters) for letters in (inner, columns)]
+    name = f"{node.name or node.outputs[0].name}/plain"
+    if len(second) > 2:
+        shape = widths[::-1] if flipped else widths
+        weight = editor.reshape(weight, shape, f"{name}/matrix")
+    if flipped:
+        (weight,) = editor.node("Transpose", [weight], f"{name}/turned", perm=[1, 0])
+    if len(inner) > 1:
+        x = editor.reshape(x, [1, -1, widths[0]], f"{name}/rows")
+    (y,) = editor.node("MatMul", [x, weight], name)
+    if len(columns) > 1:
+        y = editor.reshape(y, [1, -1, *(sizes[c] for c in columns)], f"{name}/heads")
+    editor.supersede(node, y)
 
 
 def _turned(editor: Editor, value: Value, name: str) -> Value:

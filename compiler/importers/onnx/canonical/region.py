@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from atsc.compiler.importers.onnx.canonical.editor import Editor, Refusal
 from atsc.compiler.importers.onnx.canonical.masks import Mask
 from atsc.compiler.importers.onnx.canonical.rounds import (
@@ -20,6 +22,7 @@ from atsc.compiler.importers.onnx.canonical.rounds import (
     SCATTERS,
     SMALL,
     TYPICAL,
+    Array,
     Node,
     Rounds,
     Value,
@@ -28,12 +31,13 @@ from atsc.compiler.importers.onnx.canonical.rounds import (
 )
 
 _NORMS = ("SimplifiedLayerNormalization", "RMSNormalization", "LayerNormalization")
+_PRODUCTS = ("MatMul", "Einsum")
 _AFTER_SOFTMAX = ("Where", "Identity", "Dropout")
 
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """Where new keys or values join those of earlier rounds [1, heads, P, size].
+    """Where new keys or values join those of earlier rounds.
 
     They are heads too, perhaps with the tokens outside; they go behind the old ones, or into a
     cache of a fixed size, at their positions.
@@ -42,6 +46,16 @@ class Cache:
     past: Value
     new: Value
     present: Value
+    layout: tuple[int, int, int]
+    """Axes of heads, tokens and elements in past and present, whose axis 0 is the batch."""
+
+    def stored(self, array: Array) -> Array:
+        """Keys or values [1, heads, P, size] in the cache's layout."""
+        return np.moveaxis(array, (1, 2, 3), self.layout)
+
+    def ordered(self, array: Array) -> Array:
+        """A cache as [1, heads, P, size]."""
+        return np.moveaxis(array, self.layout, (1, 2, 3))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +121,9 @@ def find_region(editor: Editor, anchor: Node) -> Region:
     fused = anchor.op_type == "Attention"
     query, keys, values, mixed = _fused_parts(anchor) if fused else _plain_parts(rounds, anchor)
     caches = [_cache(editor, value, anchor, k) for k, value in enumerate((keys, values))]
-    past, first = (rounds.shape(caches[0].past, at) for at in (TYPICAL, SMALL[0]))
-    capacity = past[2] if past[2] == first[2] else 0
-    if past[2] not in (TYPICAL.past, capacity) or rounds.shape(caches[1].past, TYPICAL) != past:
-        raise Refusal(f"{caches[0].past.name} and {caches[1].past.name} are no [1, heads, P, size]")
-    kv_heads, size = past[1], past[3]
+    kv_heads, size, capacity = _sizes(rounds, caches[0])
+    if (kv_heads, size, capacity) != _sizes(rounds, caches[1]):
+        raise Refusal(f"{caches[0].past.name} and {caches[1].past.name} differ in shape")
     width = _size(rounds.shape(query, TYPICAL)) // TYPICAL.tokens
     if width % size or (width // size) % kv_heads:
         raise Refusal(f"{width} columns of queries do not fit {kv_heads} heads of {size}")
@@ -133,6 +145,23 @@ def find_region(editor: Editor, anchor: Node) -> Region:
         _masks(rounds, nodes, capacity),
         capacity,
     )
+
+
+def _sizes(rounds: Rounds, cache: Cache) -> tuple[int, int, int]:
+    """Heads, elements of a head, and the places of a cache of fixed size, 0 where it grows."""
+    shape, first = (rounds.shape(cache.past, at) for at in (TYPICAL, SMALL[0]))
+    heads, tokens, size = cache.layout
+    capacity = shape[tokens] if shape[tokens] == first[tokens] else 0
+    if shape[0] != 1 or shape[tokens] not in (TYPICAL.past, capacity):
+        raise Refusal(f"{cache.past.name} {list(shape)} is no cache of [1, heads, P, size]")
+    return shape[heads], shape[size], capacity
+
+
+def _layout(rounds: Rounds, past: Value) -> tuple[int, int, int]:
+    """Which axes of a cache are heads, tokens and elements; that of tokens grows."""
+    shapes = [rounds.shape(past, at) for at in (TYPICAL, SMALL[0])]
+    grows = [axis for axis in range(1, 4) if shapes[0][axis] != shapes[1][axis]]
+    return {1: (2, 1, 3), 3: (1, 3, 2)}.get(grows[0] if grows else 2, (1, 2, 3))
 
 
 def _size(shape: tuple[int, ...]) -> int:
@@ -162,7 +191,7 @@ def _plain_parts(rounds: Rounds, anchor: Node) -> tuple[Value, Value, Value, Val
         if maker is None:
             break
         inputs = data_inputs(rounds, maker)
-        if maker.op_type == "MatMul" and len(inputs) == 2:
+        if maker.op_type in _PRODUCTS and len(inputs) == 2:
             assert value is not None
             return inputs[0], inputs[1], value, mix.outputs[0]
         if len(inputs) != 1:
@@ -176,7 +205,7 @@ def product_after(anchor: Node) -> Node | None:
     weights = anchor.outputs[0]
     for _ in range(6):
         nodes = [node for node in readers([weights]) if node.op_type != "IsNaN"]
-        if len(nodes) == 1 and nodes[0].op_type == "MatMul" and nodes[0].inputs[0] is weights:
+        if len(nodes) == 1 and nodes[0].op_type in _PRODUCTS and nodes[0].inputs[0] is weights:
             return nodes[0]
         if len(nodes) != 1 or nodes[0].op_type not in _AFTER_SOFTMAX:
             break
@@ -192,25 +221,45 @@ def _cache(editor: Editor, value: Value, anchor: Node, index: int) -> Cache:
         assert past is not None
         if len(anchor.outputs) < 3:
             raise Refusal("it has a past and no present")
-        return Cache(past, value, anchor.outputs[1 + index])
-    reached, path = value, [value]
-    for _ in range(16):
+        return Cache(past, value, anchor.outputs[1 + index], (1, 2, 3))
+    path, makers = [value], dict[Node, None]()
+    for reached in path:
         maker = reached.producer()
-        inputs = [] if maker is None else data_inputs(rounds, maker)
-        if maker is None:
+        if maker is None or len(path) > 64:
             break
-        if maker.op_type == "Concat" and len(inputs) == 2 and rounds.is_past(inputs[0]):
-            return Cache(inputs[0], inputs[1], reached)
-        if maker.op_type in SCATTERS and not maker.domain:
-            return _scattered(rounds, maker, path)
-        if len(inputs) != 1:
-            break
-        reached = inputs[0]
-        path.append(reached)
+        inputs = data_inputs(rounds, maker)
+        joins = maker.op_type == "Concat" and len(inputs) == 2 and rounds.is_past(inputs[0])
+        if joins or (maker.op_type in SCATTERS and not maker.domain):
+            makers[maker] = None
+        else:
+            path += [v for v in inputs if v not in path]
+    else:
+        if len(makers) == 1:
+            (maker,) = makers
+            if maker.op_type in SCATTERS:
+                return _scattered(rounds, maker, path)
+            past, new = data_inputs(rounds, maker)
+            return _joined(rounds, past, new, maker.outputs[0])
     raise Refusal(
         f"{'values' if index else 'keys'} {value.name} do not come of a Concat with a cache that "
         "is an input of the model (export with past_key_values, and rope before the cache)"
     )
+
+
+def _joined(rounds: Rounds, past: Value, new: Value, present: Value) -> Cache:
+    """A cache that grows; heads are transposed for one that has its tokens last."""
+    layout = _layout(rounds, past)
+    if layout[1] == 3:
+        shape = rounds.shape(past, TYPICAL)
+        heads, size = shape[layout[0]], shape[layout[2]]
+        new = _before_moves(rounds, new, lambda value: _are_heads(rounds, value, heads, size))
+    return Cache(past, new, present, layout)
+
+
+def _are_heads(rounds: Rounds, value: Value, heads: int, size: int) -> bool:
+    """Whether a value is keys or values of the round, as heads or with the tokens outside."""
+    tokens = TYPICAL.tokens
+    return rounds.shape(value, TYPICAL) in ((1, heads, tokens, size), (1, tokens, heads, size))
 
 
 def _scattered(rounds: Rounds, scatter: Node, path: list[Value]) -> Cache:
@@ -224,9 +273,7 @@ def _scattered(rounds: Rounds, scatter: Node, path: list[Value]) -> Cache:
     shape = rounds.shape(past, TYPICAL)
 
     def is_new(value: Value) -> bool:
-        one, heads, _, size = shape
-        found = rounds.shape(value, TYPICAL)
-        return found in ((one, heads, TYPICAL.tokens, size), (one, TYPICAL.tokens, heads, size))
+        return _are_heads(rounds, value, shape[1], shape[3])
 
     new = _before_moves(rounds, new, is_new)
     presents = [value for value in path if rounds.shape(value, TYPICAL) == shape]
@@ -235,7 +282,7 @@ def _scattered(rounds: Rounds, scatter: Node, path: list[Value]) -> Cache:
             f"{scatter.op_type} {scatter.name} does not write heads of keys or values "
             "into a cache that is an input of the model"
         )
-    return Cache(past, new, presents[-1])
+    return Cache(past, new, presents[-1], (1, 2, 3))
 
 
 def _before_moves(rounds: Rounds, value: Value, wanted: Callable[[Value], bool]) -> Value:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from onnx.reference import ReferenceEvaluator
 
 from atsc.compiler.importers.onnx.canonical.evaluated import EVALUATED
+from atsc.compiler.importers.onnx.canonical.node_shapes import TABLES, number, shapes_of
 
 Array = NDArray[Any]
 Value = onnx_ir.Value
@@ -33,12 +34,9 @@ MOVEMENTS = (
     *("Identity", "Cast", "Dropout"),
 )
 """Operators of the default domain that only move elements, or change their float type."""
-TABLES = {"Gather": "axis", "GatherBlockQuantized": "gather_axis"}
-"""Operators that may read a weight by token id, and the attribute that says along which axis."""
 SCATTERS = {"ScatterND": 2, "ScatterElements": 2, "TensorScatter": 1}
 """Operators of the default domain that write into their first input, and the slot of what."""
 _SAME_SHAPE = {"Identity", "Cast", "Dropout", "DequantizeLinear", *SCATTERS}
-_PRODUCTS = {"MatMul", "DynamicMatMul", "DynamicQuantizeMatMul"}
 _MOST_ELEMENTS = 4096
 """Larger constants, as stored or as nodes make them, are weights, which shapes do not hang on."""
 
@@ -65,11 +63,27 @@ SMALL = (Round(0, 1), Round(0, 4), Round(3, 1), Round(2, 5))
 TYPICAL = SMALL[-1]
 
 
+_OF_ROUND: Mapping[str, Callable[[Round, tuple[int, ...]], Array]] = {
+    "mask": lambda at, shape: np.arange(shape[-1]) < at.total,
+    "positions": lambda at, shape: np.arange(at.past, at.total),
+    "places": lambda at, shape: np.arange(at.past, at.total),
+    "past_length": lambda at, shape: np.array(at.past),
+    "flag": lambda at, shape: np.array(1),
+}
+"""Kind of input -> its elements, broadcast to a shape."""
+
+
+def _numpy_type(value: Value) -> Any:
+    """Integers where the file does not tell; a flag that is boolean stays a number too."""
+    dtype = value.dtype
+    return np.int64 if dtype in (None, onnx_ir.DataType.BOOL) else dtype.numpy()
+
+
 class Rounds:
     """Values of one graph at rounds of our choice."""
 
     def __init__(self, graph: onnx_ir.Graph, kinds: Mapping[str, str]) -> None:
-        """`kinds` says for each input of the graph what it is: ids, mask, positions, past, ..."""
+        """`kinds` says for each input of the graph what it is (importers/onnx/inputs.py)."""
         self.graph = graph
         self._kinds = {value: kinds.get(value.name or "", "") for value in graph.inputs}
         self._depends: dict[Value, str] = {}
@@ -115,7 +129,7 @@ class Rounds:
         if value.const_value is not None and value not in self._kinds:
             return "constant"
         kind = self._kinds.get(value, "unknown")
-        return "round" if kind in ("mask", "positions", "flag") else "data"
+        return "data" if kind in ("ids", "past", "unknown", "") else "round"
 
     def value(self, value: Value, at: Round) -> Array:
         """A value that depends on the round alone.
@@ -158,12 +172,10 @@ class Rounds:
         if (value, at) in self._values:
             return self._values[value, at]
         kind = self._kinds.get(value)
-        if kind == "mask":
-            return (np.arange(self._mask_width(value, at)) < at.total).astype(np.int64)[None]
-        if kind == "positions":
-            return np.arange(at.past, at.total, dtype=np.int64)[None]
-        if kind == "flag":
-            return np.ones(tuple(self.shape(value, at)), np.int64)
+        if kind is not None and kind in _OF_ROUND:
+            shape = self.shape(value, at)
+            array = _OF_ROUND[kind](at, shape)
+            return np.broadcast_to(array, shape).astype(_numpy_type(value))
         if value.const_value is not None and kind is None:
             return np.asarray(value.const_value.numpy())
         raise NotEvaluable(f"it depends on {value.name}")
@@ -174,7 +186,7 @@ class Rounds:
         shape = np.array(self.shape(source, at), np.int64)
         if node.op_type == "Size":
             return np.array(np.prod(shape), np.int64)
-        return shape[_int(node, "start", 0) : _int(node, "end", None)]
+        return shape[number(node, "start", 0) : number(node, "end", None)]
 
     def _run(self, node: Node, inputs: list[Array | None]) -> list[Array]:
         names = [f"i{k}" if array is not None else "" for k, array in enumerate(inputs)]
@@ -239,12 +251,14 @@ class Rounds:
         kind, shape = self._kinds.get(value, ""), value.shape
         if kind in ("ids", "positions"):
             return (1, at.tokens)
+        if kind == "places":
+            return (at.tokens,)
         if kind == "mask":
             return (1, self._mask_width(value, at))
         if shape is None:
             raise NotEvaluable(f"the shape of {value.name} is not known")
         sizes = [d if isinstance(d, int) else None for d in shape]
-        if kind == "flag":
+        if kind in ("flag", "past_length"):
             return tuple(d or 1 for d in sizes)
         if kind != "past" or len(sizes) != 4:
             raise NotEvaluable(f"the shape of {value.name} is not known")
@@ -263,33 +277,18 @@ class Rounds:
         if not self.is_data(output) and self.depends(output) == "round":
             return [self.value(output, at).shape for output in node.outputs]
         shapes = [() if v is None else self._shape_of(v, at) for v in node.inputs]
-        if node.op_type in _PRODUCTS:
-            return [_product_shape(shapes[0], shapes[1])]
-        if node.op_type == "Gemm":
-            (a, b), swap = shapes[:2], _int(node, "transB", 0)
-            return [(a[1 if _int(node, "transA", 0) else 0], b[0 if swap else 1])]
-        if node.op_type == "MatMulNBits":
-            return [(*shapes[0][:-1], _int(node, "N", 0) or 0)]
-        if node.op_type == "GroupQueryAttention":
-            return _attention_shapes(node, shapes, at)
-        if node.op_type == "AddPositions":
-            return [shapes[0]]
-        if node.op_type == "TableRows":
-            return [(*shapes[1], _int(node, "width", 0) or 0)]
-        if node.op_type in TABLES and not self.is_data(node.inputs[0]):
-            return [_gathered_shape(node, shapes[0], shapes[1])]
-        if node.op_type in _SAME_SHAPE:
-            return [shapes[0]] * len(node.outputs)
-        if node.op_type in MOVEMENTS or node.op_type.startswith("Reduce"):
+        moves = node.op_type in MOVEMENTS or node.op_type.startswith("Reduce")
+        from_table = node.op_type in TABLES and not self.is_data(node.inputs[0])
+        if moves and not from_table and node.op_type not in _SAME_SHAPE:
             inputs = [
                 None if v is None else self._stand_in(v, shape, at)
                 for v, shape in zip(node.inputs, shapes, strict=True)
             ]
             return [result.shape for result in self._run(node, inputs)]
-        if node.op_type in ("Attention", "RotaryEmbedding") or "Norm" in node.op_type:
+        if node.op_type in _SAME_SHAPE or "Norm" in node.op_type:
             return [shapes[0]] * len(node.outputs)
         try:
-            return [np.broadcast_shapes(*shapes)] * len(node.outputs)
+            return shapes_of(node, shapes, at.total)
         except ValueError as error:
             raise NotEvaluable(f"{node.name}: {error}") from None
 
@@ -301,42 +300,8 @@ class Rounds:
         return self.value(value, at)
 
 
-def _attention_shapes(
-    node: Node, shapes: list[tuple[int, ...]], at: Round
-) -> list[tuple[int, ...]]:
-    heads, kv_heads = _int(node, "num_heads", 1) or 1, _int(node, "kv_num_heads", 1) or 1
-    shares = heads if node.inputs[1] is not None else heads + 2 * kv_heads
-    size = shapes[0][-1] // shares
-    cache = (1, kv_heads, at.total, size)
-    return [(*shapes[0][:-1], heads * size), cache, cache]
-
-
 def _key_of(node: Node) -> tuple[str, str]:
     return (node.domain, node.op_type)
-
-
-def _gathered_shape(node: Node, table: tuple[int, ...], places: tuple[int, ...]) -> tuple[int, ...]:
-    """What a Gather makes of a table; codes in bytes are packed along the last axis."""
-    axis = _int(node, TABLES[node.op_type], 0) or 0
-    axis += len(table) if axis < 0 else 0
-    elements = None if node.inputs[0] is None else node.inputs[0].dtype
-    if node.op_type == "GatherBlockQuantized" and elements is onnx_ir.DataType.UINT8:
-        table = (*table[:-1], table[-1] * 8 // (_int(node, "bits", 4) or 4))
-    return (*table[:axis], *places, *table[axis + 1 :])
-
-
-def _product_shape(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
-    if min(len(a), len(b)) < 2:
-        raise NotEvaluable("a product with a vector")
-    try:
-        return (*np.broadcast_shapes(a[:-2], b[:-2]), a[-2], b[-1])
-    except ValueError as error:
-        raise NotEvaluable(str(error)) from None
-
-
-def _int(node: Node, name: str, default: int | None) -> int | None:
-    attr = node.attributes.get(name)
-    return default if attr is None else int(attr.value)
 
 
 def _attr_key(attr: onnx_ir.Attr) -> str | bytes:

@@ -14,11 +14,11 @@ import math
 import numpy as np
 
 from atsc.compiler.importers.onnx.canonical.editor import OWN_DOMAIN, Editor, Refusal
+from atsc.compiler.importers.onnx.canonical.node_shapes import TABLES
 from atsc.compiler.importers.onnx.canonical.region import is_rows
 from atsc.compiler.importers.onnx.canonical.rounds import (
     MOVEMENTS,
     SMALL,
-    TABLES,
     TYPICAL,
     Array,
     Node,

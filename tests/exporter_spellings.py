@@ -1,0 +1,352 @@
+"""More ways to write a decoder than decomposed.py has, a class for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+from decomposed import Decoder
+from decomposed_logits import IDS, PROMPT
+from decomposed_parts import CONTEXT, HEADS, HIDDEN, KV_HEADS, SIZE
+from onnx import TensorProto, helper, numpy_helper
+
+Change = Callable[[onnx.ModelProto], None]
+TYPES = {
+    "tensor(float)": np.float32,
+    "tensor(int64)": np.int64,
+    "tensor(int32)": np.int32,
+    "tensor(bool)": np.bool_,
+}
+
+
+def run(path: Path, kinds: Mapping[str, str]) -> np.ndarray:
+    """Logits by onnxruntime: a prefill, then single steps. The first output is the logits, and the
+    caches come in the order in which they go in.
+
+    Args:
+        path: the model.
+        kinds: what inputs that are no caches are: ids, mask, positions, places, past or zeros.
+    """
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    inputs = session.get_inputs()
+    caches = {
+        value.name: np.zeros([d if isinstance(d, int) else 0 for d in (1, *value.shape[1:])], "f4")
+        for value in inputs
+        if value.name not in kinds
+    }
+    rows, position = [], 0
+    for count in (PROMPT, *[1] * (len(IDS) - PROMPT)):
+        total = position + count
+        known = {
+            "ids": IDS[None, position:total],
+            "mask": np.ones((1, total)),
+            "positions": np.arange(position, total)[None],
+            "places": np.arange(position, total),
+            "past": np.array(position),
+            "zeros": np.zeros((1, count)),
+        }
+        feeds = {
+            value.name: known[kinds[value.name]]
+            .astype(TYPES[value.type])
+            .reshape(
+                [1] * len(value.shape)
+                if kinds[value.name] == "past"
+                else known[kinds[value.name]].shape
+            )
+            for value in inputs
+            if value.name in kinds
+        }
+        logits, *present = session.run(None, feeds | caches)
+        rows.append(logits.reshape(-1, logits.shape[-1]))
+        caches = dict(zip(caches, present, strict=True))
+        position = total
+    return np.concatenate(rows)
+
+
+def retyped(name: str, element: int, shape: Sequence[int | str], new_name: str = "") -> Change:
+    """Another type, shape and name of an input."""
+
+    def change(model: onnx.ModelProto) -> None:
+        (value,) = (v for v in model.graph.input if v.name == name)
+        value.CopyFrom(helper.make_tensor_value_info(new_name or name, element, shape))
+        renamed({name: new_name or name})(model)
+
+    return change
+
+
+def renamed(names: Mapping[str, str]) -> Change:
+    """Other names of inputs and outputs; what begins with one of the keys is renamed."""
+
+    def new(name: str) -> str:
+        for old, other in names.items():
+            if name.startswith(old):
+                return other + name.removeprefix(old)
+        return name
+
+    def change(model: onnx.ModelProto) -> None:
+        for value in (*model.graph.input, *model.graph.output):
+            value.name = new(value.name)
+        for node in model.graph.node:
+            node.input[:] = [new(name) for name in node.input]
+            node.output[:] = [new(name) for name in node.output]
+
+    return change
+
+
+def moved_axes(order: Sequence[int], part: str = "") -> Change:
+    """Caches in another order of axes; `part` says that keys alone are."""
+
+    def change(model: onnx.ModelProto) -> None:
+        for value in (*model.graph.input, *model.graph.output):
+            if "." in value.name and value.name.endswith(part):
+                dims = value.type.tensor_type.shape.dim
+                old = [
+                    onnx.TensorShapeProto.Dimension.FromString(d.SerializeToString()) for d in dims
+                ]
+                for dim, axis in zip(dims, order, strict=True):
+                    dim.CopyFrom(old[axis])
+
+    return change
+
+
+def with_input(name: str, shape: Sequence[int | str]) -> Change:
+    """One more input, which nothing reads unless the decoder itself does."""
+
+    def change(model: onnx.ModelProto) -> None:
+        model.graph.input.append(helper.make_tensor_value_info(name, TensorProto.INT64, shape))
+
+    return change
+
+
+class FloatPositions(Decoder):
+    """Positions are floats as they come."""
+
+    def angles(self) -> tuple[str, str]:
+        frequencies = 100.0 ** (-np.arange(0, SIZE, 2) / SIZE)
+        column = self.op("Unsqueeze", "position_ids", self.ints(2))
+        angle = self.op("Mul", column, self.const(frequencies))
+        angle = self.op("Concat", angle, angle, axis=-1)
+        cos, sin = (self.op("Unsqueeze", self.op(f, angle), self.ints(1)) for f in ("Cos", "Sin"))
+        return cos, sin
+
+
+class Places(Decoder):
+    """Positions of one axis."""
+
+    def position_ids(self) -> str:
+        return str(self.op("Unsqueeze", "cache_position", self.ints(0)))
+
+
+class CountedFromPast(Decoder):
+    """Positions counted from the number of tokens in the caches."""
+
+    def position_ids(self) -> str:
+        count, one = self.size_of("input_ids", 1), self.const(1, np.int64)
+        places = self.op("Range", self.const(0, np.int64), count, one)
+        return str(self.op("Unsqueeze", self.op("Add", places, "start_pos"), self.ints(0)))
+
+
+class TokensOutside(Decoder):
+    """Caches of [B, T, H, D]."""
+
+    def joined(self, past: str, new: str, present: str) -> str:
+        new = self.op("Transpose", new, perm=[0, 2, 1, 3])
+        whole = self.op("Concat", past, new, axis=1, output=present)
+        return str(self.op("Transpose", whole, perm=[0, 2, 1, 3]))
+
+
+class TurnedKeys(Decoder):
+    """Keys in caches of [B, H, D, T]."""
+
+    def joined(self, past: str, new: str, present: str) -> str:
+        if past.endswith("value"):
+            return super().joined(past, new, present)
+        new = self.op("Transpose", new, perm=[0, 1, 3, 2])
+        whole = self.op("Concat", past, new, axis=3, output=present)
+        return str(self.op("Transpose", whole, perm=[0, 1, 3, 2]))
+
+
+class Norms(Decoder):
+    """RMS norms by other reductions, and norms that are none."""
+
+    kind = ""
+
+    def norm(self, x: str, width: int) -> str:
+        weight, eps, axis = self.weight(width, offset=1.0), self.const(1e-5), self.ints(-1)
+        square = self.op("Mul", x, x)
+        if self.kind in ("length", "unit"):
+            if self.kind == "unit":
+                y = self.op("LpNormalization", x, axis=-1, p=2)
+            else:
+                length = self.op("ReduceL2", x, axis)
+                y = self.op("Div", x, self.op("Max", length, self.const(1e-12)))
+            return str(self.op("Mul", self.op("Mul", y, self.const(width**0.5)), weight))
+        if self.kind == "sum":
+            mean = self.op("Div", self.op("ReduceSum", square, axis), self.const(float(width)))
+        elif self.kind == "sum of squares":
+            mean = self.op("Mul", self.op("ReduceSumSquare", x, axis), self.const(1 / width))
+        else:
+            mean = self.op("ReduceMean", square, axis)
+        if self.kind == "eps outside":
+            root = self.op("Add", self.op("Sqrt", mean), self.const(1e-3))
+            return str(self.op("Mul", self.op("Div", x, root), weight))
+        if self.kind == "least eps":
+            root = self.op("Sqrt", self.op("Max", mean, eps))
+            return str(self.op("Mul", self.op("Div", x, root), weight))
+        total = self.op("Add", eps, mean)
+        if self.kind == "weight first":
+            inverse = self.op("Pow", total, self.const(-0.5))
+            return str(self.op("Mul", self.op("Mul", weight, x), inverse))
+        return str(self.op("Mul", self.op("Div", x, self.op("Sqrt", total)), weight))
+
+
+def norms(kind: str) -> type[Norms]:
+    """Norms of a kind."""
+    return type("Norms", (Norms,), {"kind": kind})
+
+
+class Repeats(Decoder):
+    """Heads of keys and values repeated otherwise."""
+
+    kind = ""
+
+    def repeated(self, x: str) -> str:
+        group, total = HEADS // KV_HEADS, self.size_of(x, 2)
+        if self.kind == "in turn":  # another model: 0, 1, 0, 1
+            return str(self.op("Tile", x, self.ints(1, group, 1, 1)))
+        if self.kind == "by index":
+            index = self.ints(*[head // group for head in range(HEADS)])
+            return str(self.op("Gather", x, index, axis=1))
+        if self.kind == "one by one":
+            parts = self.op("Split", x, outputs=KV_HEADS, axis=1, num_outputs=KV_HEADS)
+            return str(self.op("Concat", *[p for p in parts for _ in range(group)], axis=1))
+        wide = self.op("Unsqueeze", self.op("Transpose", x, perm=[0, 2, 1, 3]), self.ints(3))
+        wide = self.op("Expand", wide, self.dims(1, total, KV_HEADS, group, SIZE))
+        wide = self.op("Reshape", wide, self.dims(1, total, HEADS, SIZE))
+        return str(self.op("Transpose", wide, perm=[0, 2, 1, 3]))
+
+
+def repeats(kind: str) -> type[Repeats]:
+    """Repeated heads of a kind."""
+    return type("Repeats", (Repeats,), {"kind": kind})
+
+
+class Einsums(Decoder):
+    """Every product by its letters, with heads in the matrices, as JAX has them."""
+
+    def attention(self, layer: int, x: str, mask: str, angles: tuple[str, str] | None) -> str:
+        assert angles is not None
+        q = self.op("Einsum", x, self.weight(HIDDEN, HEADS, SIZE), equation="bmk,khd->bmhd")
+        k = self.op("Einsum", x, self.weight(KV_HEADS, SIZE, HIDDEN), equation="bmk,hdk->bmhd")
+        v = self.op("Einsum", x, self.weight(HIDDEN, KV_HEADS, SIZE), equation="bmk,khd->bmhd")
+        q, k, v = (self.op("Transpose", part, perm=[0, 2, 1, 3]) for part in (q, k, v))
+        q, k = self.rotate(q, angles), self.rotate(k, angles)
+        k = self.joined(f"past_key_values.{layer}.key", k, f"present.{layer}.key")
+        v = self.joined(f"past_key_values.{layer}.value", v, f"present.{layer}.value")
+        k, v = self.repeated(k), self.repeated(v)
+        scores = self.op("Einsum", q, k, equation="bhmd,bhtd->bhmt")
+        scores = self.op("Add", self.op("Mul", scores, self.const(SIZE**-0.5)), mask)
+        mixed = self.op(
+            "Einsum", self.op("Softmax", scores, axis=-1), v, equation="bhmt,bhtd->bmhd"
+        )
+        out = self.weight(HEADS, SIZE, HIDDEN)
+        return str(self.op("Einsum", mixed, out, equation="bmhd,hdk->bmk"))
+
+    def linear(self, x: str, inputs: int, outputs: int) -> str:
+        return str(self.op("Einsum", x, self.weight(outputs, inputs), equation="bmk,nk->bmn"))
+
+
+class BatchedMatrices(Decoder):
+    """Matrices with a batch axis of their own."""
+
+    def linear(self, x: str, inputs: int, outputs: int) -> str:
+        matrix = self.op("Unsqueeze", self.weight(inputs, outputs), self.ints(0))
+        return str(self.op("MatMul", x, matrix))
+
+
+class SpelledSilu(Decoder):
+    """x / (1 + exp(-x))."""
+
+    def activation(self, x: str) -> str:
+        below = self.op("Add", self.op("Exp", self.op("Neg", x)), self.const(1.0))
+        return str(self.op("Div", x, below))
+
+
+class MaskTable(Decoder):
+    """A table of masks, cut to the rows and columns of the round."""
+
+    def mask(self) -> str:
+        total = self.op("Unsqueeze", self.size_of("attention_mask", 1), self.ints(0))
+        past = self.op(
+            "Sub", total, self.op("Unsqueeze", self.size_of("input_ids", 1), self.ints(0))
+        )
+        seen = np.tril(np.ones((1, 1, CONTEXT, CONTEXT), bool))
+        self.weights.append(numpy_helper.from_array(np.where(seen, 0, -1e9).astype("f4"), "masks"))
+        rows = self.op("Slice", "masks", past, total, self.ints(2))
+        return str(self.op("Slice", rows, self.ints(0), total, self.ints(3)))
+
+
+class AngleTables(Decoder):
+    """Angles of half floats gathered by position."""
+
+    def angles(self) -> tuple[str, str]:
+        angle = np.outer(np.arange(CONTEXT), 100.0 ** (-np.arange(0, SIZE, 2) / SIZE))
+        parts = []
+        for name, table in (("cos", np.cos(angle)), ("sin", np.sin(angle))):
+            whole = np.concatenate([table, table], 1).astype(np.float16)
+            self.weights.append(numpy_helper.from_array(whole, name))
+            rows = self.op("Gather", name, "position_ids", axis=0)
+            wide = self.op("Cast", rows, to=TensorProto.FLOAT)
+            parts.append(str(self.op("Unsqueeze", wide, self.ints(1))))
+        return parts[0], parts[1]
+
+
+class TurnedTable(Decoder):
+    """The head is the table of half floats, transposed and then cast."""
+
+    table = ""
+
+    def op(self, kind: str, *inputs: str, **attrs: Any) -> Any:
+        if kind == "Transpose" and inputs[0] == self.table:
+            half = super().op("Transpose", "half", perm=[1, 0])
+            return super().op("Cast", half, to=TensorProto.FLOAT)
+        return super().op(kind, *inputs, **attrs)
+
+    def weight(self, *shape: int, scale: float = 0.2, offset: float = 0.0) -> str:
+        if self.table or len(shape) != 2:
+            return super().weight(*shape, scale=scale, offset=offset)
+        array = (scale * self.rng.standard_normal(shape)).astype(np.float16)
+        self.weights.append(numpy_helper.from_array(array, "half"))
+        self.table = str(self.op("Cast", "half", to=TensorProto.FLOAT))
+        return self.table
+
+
+class TypedTokens(Decoder):
+    """Rows of a second table are added by type of token."""
+
+    def op(self, kind: str, *inputs: str, **attrs: Any) -> Any:
+        made = super().op(kind, *inputs, **attrs)
+        if kind == "Gather" and inputs[1] == "input_ids":
+            types = super().op("Gather", self.weight(2, HIDDEN), "token_type_ids", axis=0)
+            made = super().op("Add", made, types)
+        return made
+
+
+class CallersMask(Decoder):
+    """The mask is an input as attention adds it."""
+
+    def mask(self) -> str:
+        return "attention_mask"
+
+
+class CallersAngles(Decoder):
+    """cos and sin are inputs."""
+
+    def angles(self) -> tuple[str, str]:
+        return "rope_cos", "rope_sin"
