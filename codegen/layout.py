@@ -18,6 +18,9 @@ Block formats carry, each [N/8][blocks][8 row]:
              float, f16/f32 offsets: -scale * zero_point for int4, scale * (128 - zero_point) for
              int8, so that w = scale * code + offset (f16 if that loses nothing)
 
+Matrices that meet int8 activations alone have f16 scales, and int4 ones f16 offsets, also where
+this rounds them: by up to 2^-12 of a scale, a twentieth of what rounding the activations does.
+
 `blocks` is ceil(K / block_size), and at least enough to cover K padded to 32. All other weights
 (tables that only `embed` reads in float, norm weights, biases, cos and sin) are row-major.
 A unit is one contiguous range; parts start at multiples of 64 bytes, units at 4096.
@@ -87,12 +90,13 @@ def num_blocks(fmt: BlockFormat, width: int) -> int:
     return align(width, max(Q8_BLOCK, fmt.block_size)) // fmt.block_size
 
 
-def store(weight: Weight, tiled: bool) -> StoredWeight:
+def store(weight: Weight, tiled: bool, may_round: bool = False) -> StoredWeight:
     """Decide how a weight is stored; reads its scales and zero points, not its codes.
 
     Args:
         weight: any weight.
         tiled: a linear layer reads it; weights in a block format are tiled in any case.
+        may_round: scales and offsets may be rounded to f16.
     """
     if not isinstance(weight.format, BlockFormat):
         elements = int(np.prod(weight.shape, dtype=np.int64))
@@ -107,8 +111,10 @@ def store(weight: Weight, tiled: bool) -> StoredWeight:
     fmt, (outputs, width) = weight.format, weight.shape
     rows = align(outputs, TILE_ROWS)
     blocks = num_blocks(fmt, width)
-    scale_dtype = DType.F16 if _fits_f16(read_f32(weight.parts["scales"])) else DType.F32
-    zero_kind = _zero_kind(weight)
+    scales = read_f32(weight.parts["scales"])
+    is_short = _fits_f16(scales) or (may_round and _is_near_f16(scales))
+    scale_dtype = DType.F16 if is_short else DType.F32
+    zero_kind = _zero_kind(weight, may_round and is_short)
     parts = [
         Part("codes", rows * align(width, Q8_BLOCK) * fmt.bits // 8),
         Part("scales", rows * blocks * (2 if scale_dtype is DType.F16 else 4)),
@@ -201,7 +207,7 @@ def _tile_zeros(stored: StoredWeight, rows: slice) -> NDArray[np.generic]:
     assert isinstance(weight.format, BlockFormat)
     if stored.zero_kind == "u8":
         return _tile_blocks(points.read()[rows], weight.format, weight.shape[1])
-    offsets = _offsets(weight, rows)
+    offsets = _offsets(weight, stored.scale_dtype is DType.F16, rows)
     if stored.zero_kind == "f16":
         offsets = offsets.astype(np.float16)
     return _tile_blocks(offsets, weight.format, weight.shape[1])
@@ -220,20 +226,34 @@ def _fits_f16(values: NDArray[np.float32]) -> bool:
         return bool(np.array_equal(values.astype(np.float16).astype(np.float32), values))
 
 
-def _offsets(weight: Weight, rows: slice = slice(None)) -> NDArray[np.float32]:
-    """What float zero points add to scale * code."""
+def _is_near_f16(scales: NDArray[np.float32]) -> bool:
+    """Whether rounding keeps 11 bits, at least of scales above a 256th of the largest one."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        lost = np.abs(scales.astype(np.float16).astype(np.float32) - scales)
+        largest = np.abs(scales).max(initial=0)
+        return bool((lost <= np.maximum(np.abs(scales), largest / 256) * 2.0**-11).all())
+
+
+def _offsets(
+    weight: Weight, has_f16_scales: bool, rows: slice = slice(None)
+) -> NDArray[np.float32]:
+    """What float zero points add to scale * code, with the scales as they are stored."""
     assert isinstance(weight.format, BlockFormat)
     scales, points = weight.parts["scales"], weight.parts["zero_points"]
     scale = to_f32(scales.read()[rows], scales.dtype)
+    if has_f16_scales:
+        scale = scale.astype(np.float16).astype(np.float32)
     centre = np.float32(128 if weight.format.bits == 8 else 0)
     offsets: NDArray[np.float32] = scale * (centre - to_f32(points.read()[rows], points.dtype))
     return offsets
 
 
-def _zero_kind(weight: Weight) -> ZeroKind:
+def _zero_kind(weight: Weight, may_round: bool) -> ZeroKind:
     """Float zero points become f16 offsets where dividing by the scale gives them back exactly.
 
     A Q4_1 block stores its minimum m as fp16, and conversion writes the zero point as -m / scale.
+    With `may_round` (scales are f16 then), also where they move weights by less than a 128th of a
+    step.
     """
     assert isinstance(weight.format, BlockFormat)
     if not weight.format.has_zero_points:
@@ -247,6 +267,10 @@ def _zero_kind(weight: Weight) -> ZeroKind:
     with np.errstate(all="ignore"):
         offsets = (-scale * zero).astype(np.float16).astype(np.float32)
         exact = np.where(scale != 0, -offsets / scale == zero, zero == 0)
+        if may_round:
+            wanted = _offsets(weight, has_f16_scales=True)
+            lost = np.abs(wanted.astype(np.float16).astype(np.float32) - wanted)
+            exact |= lost <= np.abs(scale) / 128
     return "f16" if bool(exact.all()) else "f32"
 
 

@@ -52,15 +52,18 @@ def store_weights(graph: Graph) -> dict[str, StoredWeight]:
     """Decide how each weight is stored, by how it is read: what is no operator's matrix (norms,
     biases, cos and sin) in float32, which is what its kernels read.
     """
-    matrices, in_linear = set(), set()
+    matrices, in_linear, meets_floats = set(), set(), set()
     for node in graph.nodes:
         op = op_of(node)
         if op.matrix_slot:
             matrices.add(op.slot(node, op.matrix_slot))
         if node.op == "linear":
             in_linear.add(node.inputs[1])
+            if graph.values[node.inputs[0]].dtype is not DType.Q8:
+                meets_floats.add(node.inputs[1])
+    meets_int8 = in_linear - meets_floats
     return {
-        name: store(weight, is_tiled_by(weight, name in in_linear))
+        name: store(weight, is_tiled_by(weight, name in in_linear), name in meets_int8)
         if name in matrices
         else store(widened(weight), False)
         for name, weight in graph.weights.items()

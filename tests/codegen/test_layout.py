@@ -146,6 +146,41 @@ def test_minima_of_q4_1_become_f16_offsets() -> None:
     np.testing.assert_array_equal(offsets.transpose(0, 2, 1).reshape(16, 2), minima)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("zeros", [None, DType.U8, DType.F32])
+def test_scales_beside_int8_activations_are_rounded(bits: int, zeros: DType | None) -> None:
+    """As K-quants and exports for CPUs have them: of more digits than fp16 has."""
+    rng = np.random.default_rng(3)
+    fmt = BlockFormat(bits, 32, zeros is not None)
+    weight = random_block_weight(rng, (16, 96), fmt, zeros or DType.U8)
+    scales = (weight.parts["scales"].read() * rng.uniform(0.9, 1.1, (16, 3))).astype(np.float32)
+    weight = Weight("w", weight.shape, fmt, {**weight.parts, "scales": ArraySource.of(scales)})
+    exact, rounded = store(weight, True), store(weight, True, may_round=True)
+    assert (exact.scale_dtype, rounded.scale_dtype) == (DType.F32, DType.F16)
+    expected = {None: "none", DType.U8: "u8", DType.F32: "f16" if bits == 4 else "f32"}[zeros]
+    assert rounded.zero_kind == expected
+    error = np.abs(read_back(rounded) - dequantize(weight))
+    steps = np.repeat(np.abs(scales), 32, axis=1)
+    # Of int4 with offsets, the product's and the offset's roundings, of up to 15 steps each.
+    most = np.abs(dequantize(weight)) * 2.0**-11 + (steps / 128 if expected == "f16" else 0)
+    assert error.max() > 0 and np.all(error <= most)
+
+
+def test_scales_out_of_the_range_of_fp16_are_never_rounded() -> None:
+    weight = random_block_weight(np.random.default_rng(0), (8, 64), BlockFormat(4, 32, False))
+    scales = weight.parts["scales"].read().astype(np.float32) / 3
+    for factor, expected in ((1, DType.F16), (1e-8, DType.F32), (1e8, DType.F32)):
+        parts = {**weight.parts, "scales": ArraySource.of(scales * np.float32(factor))}
+        stored = store(Weight("w", weight.shape, weight.format, parts), True, may_round=True)
+        assert stored.scale_dtype is expected
+    tiny = scales.copy()
+    tiny[7, 1] = scales.max() * 1e-6
+    parts = {**weight.parts, "scales": ArraySource.of(tiny)}
+    assert (
+        store(Weight("w", weight.shape, weight.format, parts), True, True).scale_dtype is DType.F16
+    )
+
+
 def test_vectors_are_stored_as_float32() -> None:
     values = np.arange(5, dtype=np.float16)
     weight = Weight("b", (5,), FloatFormat(DType.F16), {"data": ArraySource.of(values)})
