@@ -20,13 +20,21 @@ from numpy.typing import NDArray
 from atsc.compiler.commands.dynamic_products import use_exact_activations
 from atsc.compiler.commands.float_zero_points import round_float_zero_points
 from atsc.compiler.errors import ModelError
+from atsc.compiler.importers.onnx.inputs import ModelInput, input_kinds
+from atsc.compiler.importers.onnx.model_file import CONFIG_NAME, read_json
 from atsc.compiler.ir import Graph
 
 F32Array = NDArray[np.float32]
 
 _FOLDER_OPTION = "session.model_external_initializers_file_folder_path"
 _LEVEL_OPTION = "session.qdq_matmulnbits_accuracy_level"
-_DTYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+_DTYPES = {
+    "tensor(float)": np.float32,
+    "tensor(float16)": np.float16,
+    "tensor(int64)": np.int64,
+    "tensor(int32)": np.int32,
+    "tensor(bool)": np.bool_,
+}
 
 
 class Reference:
@@ -59,10 +67,16 @@ class Reference:
         except Exception as error:
             reason = str(error).strip().splitlines()[0]
             raise ModelError(f"{path}: onnxruntime cannot load it ({reason})") from error
-        self._caches = _empty_caches(self._session.get_inputs(), graph, path, capacities)
+        inputs = self._session.get_inputs()
+        config = read_json(path.parent / CONFIG_NAME).get("model", {})
+        self._kinds = input_kinds([_described(value) for value in inputs], config)
+        pasts = [value for value in inputs if self._kinds.get(value.name) == "past"]
+        self._given = [value for value in inputs if value not in pasts]
+        self._caches = _empty_caches(pasts, graph, path, capacities)
         self._outputs = [output.name for output in self._session.get_outputs()]
-        (logits,) = (out for out in self._session.get_outputs() if not _cache_slot(out.name))
-        self._has_last_row_alone = logits.shape[1] == 1
+        self._logits, self._presents = _outputs(self._session.get_outputs(), list(self._caches))
+        (shape,) = (o.shape for o in self._session.get_outputs() if o.name == self._logits)
+        self._has_last_row_alone = len(shape) == 2 or list(shape[1:2]) == [1]
         self._position = 0
 
     def forward(self, ids: NDArray[np.int64]) -> F32Array:
@@ -76,25 +90,50 @@ class Reference:
         return self._round(ids)
 
     def _round(self, ids: NDArray[np.int64]) -> F32Array:
-        end = self._position + len(ids)
-        known = {
-            "input_ids": ids[None].astype(np.int64),
-            "attention_mask": np.ones((1, end), np.int64),
-            "position_ids": np.arange(self._position, end, dtype=np.int64)[None],
-        }
-        names = {value.name for value in self._session.get_inputs()}
-        feeds = {name: array for name, array in known.items() if name in names}
+        feeds = {value.name: self._input(value, ids) for value in self._given}
         try:
             found = self._session.run(None, {**feeds, **self._caches})
         except Exception as error:
             reason = str(error).strip().splitlines()[0]
             raise ModelError(f"the model cannot be run by onnxruntime ({reason})") from error
         outputs = dict(zip(self._outputs, found, strict=True))
-        slots = {_cache_slot(name): name for name in self._outputs if _cache_slot(name)}
-        self._caches = {name: outputs[slots[_cache_slot(name)]] for name in self._caches}
-        self._position = end
-        logits: F32Array = outputs["logits"][0].astype(np.float32)
-        return logits
+        self._caches = {name: outputs[present] for name, present in self._presents.items()}
+        self._position += len(ids)
+        logits: F32Array = outputs[self._logits].astype(np.float32)
+        return logits.reshape(-1, logits.shape[-1])
+
+    def _input(self, value: Any, ids: NDArray[np.int64]) -> NDArray[Any]:
+        """An input that is no cache, for the tokens that come now."""
+        begin, end = self._position, self._position + len(ids)
+        width = value.shape[1] if len(value.shape) == 2 and isinstance(value.shape[1], int) else end
+        arrays = {
+            "ids": ids[None],
+            "mask": (np.arange(width) < end)[None],
+            "positions": np.arange(begin, end)[None],
+            "places": np.arange(begin, end),
+            "past_length": np.full([1] * len(value.shape), begin),
+        }
+        # Flags that are numbers say how many rows of logits are wanted; the rest is not read.
+        unread = np.full([d if isinstance(d, int) else 1 for d in value.shape], len(ids))
+        return arrays.get(self._kinds.get(value.name, ""), unread).astype(_DTYPES[value.type])
+
+
+def _described(value: Any) -> ModelInput:
+    dims = [d if isinstance(d, int) else None for d in value.shape]
+    return ModelInput(value.name, dims, "int" in value.type)
+
+
+def _outputs(outputs: Iterable[Any], pasts: list[str]) -> tuple[str, dict[str, str]]:
+    """The name of the logits, and of what each cache becomes: by layer and part where names tell
+    these, in order otherwise.
+    """
+    names = [(o.name, bool(_cache_slot(o.name)) or len(o.shape) == 4) for o in outputs]
+    presents = [name for name, is_cache in names if is_cache]
+    (logits,) = (name for name, is_cache in names if not is_cache)
+    slots = {_cache_slot(name): name for name in presents}
+    if None in slots or any(_cache_slot(name) not in slots for name in pasts):
+        return logits, dict(zip(pasts, presents, strict=True))
+    return logits, {name: slots[_cache_slot(name)] for name in pasts}
 
 
 def _exact_model(path: Path) -> tuple[bytes, frozenset[int], dict[str, int]]:
@@ -147,18 +186,23 @@ def _cache_slot(name: str) -> tuple[int, str] | None:
 def _empty_caches(
     inputs: Iterable[Any], graph: Graph, path: Path, capacities: Mapping[str, int]
 ) -> dict[str, NDArray[Any]]:
+    """A size that a file leaves open is 0 where it is the only one, and the graph's otherwise."""
     shapes = {
         int(str(node.attrs["layer"])): (int(str(node.attrs["kv_heads"])), node.attrs["head_size"])
         for node in graph.attention_nodes()
     }
     caches: dict[str, NDArray[Any]] = {}
     for value in inputs:
-        slot = _cache_slot(value.name)
-        if slot is None:
-            continue
-        if slot[0] not in shapes or value.type not in _DTYPES:
+        sizes = [d if isinstance(d, int) else None for d in value.shape]
+        capacity, slot = capacities.get(value.name, 0), _cache_slot(value.name)
+        known = sizes[1:].count(None) < 2
+        if value.type not in _DTYPES or not (known or (slot and slot[0] in shapes)):
             raise ModelError(f"{path}: input {value.name} ({value.type}) is no cache that we know")
-        heads, size = shapes[slot[0]]
-        shape = 1, heads, capacities.get(value.name, 0), int(str(size))
+        if known:
+            shape = [1, *(capacity if d is None else d for d in sizes[1:])]
+        else:
+            assert slot is not None
+            heads, size = shapes[slot[0]]
+            shape = [1, heads, capacity, int(str(size))]
         caches[value.name] = np.zeros(shape, _DTYPES[value.type])
     return caches
