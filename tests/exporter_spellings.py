@@ -11,7 +11,7 @@ import onnx
 import onnxruntime
 from decomposed import Decoder
 from decomposed_logits import IDS, PROMPT
-from decomposed_parts import CONTEXT, HEADS, HIDDEN, KV_HEADS, SIZE
+from decomposed_parts import CONTEXT, HEADS, HIDDEN, KV_HEADS, SIZE, VOCAB
 from onnx import TensorProto, helper, numpy_helper
 
 Change = Callable[[onnx.ModelProto], None]
@@ -33,6 +33,8 @@ def run(path: Path, kinds: Mapping[str, str]) -> np.ndarray:
     """
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
+    # It makes MatMulNBits of DequantizeLinear, which would round activations by default.
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     inputs = session.get_inputs()
     caches = {
@@ -113,6 +115,14 @@ def moved_axes(order: Sequence[int], part: str = "") -> Change:
                     dim.CopyFrom(old[axis])
 
     return change
+
+
+def with_opsets(model: onnx.ModelProto) -> None:
+    """Operators of opset 21, and of onnxruntime's own domain."""
+    del model.opset_import[:]
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    model.opset_import.extend(opsets)
+    model.ir_version = 10
 
 
 def with_input(name: str, shape: Sequence[int | str]) -> Change:
@@ -325,6 +335,31 @@ class TurnedTable(Decoder):
         self.weights.append(numpy_helper.from_array(array, "half"))
         self.table = str(self.op("Cast", "half", to=TensorProto.FLOAT))
         return self.table
+
+
+class ColumnsOfCodes(Decoder):
+    """The table is one of int4 columns, from which rows are gathered, and which the head reads."""
+
+    table = ""
+
+    def op(self, kind: str, *inputs: str, **attrs: Any) -> Any:
+        if kind == "Gather" and inputs[1] == "input_ids":
+            self.table = inputs[0]
+            codes = self.rng.integers(0, 256, HIDDEN * VOCAB // 2, np.uint8).tobytes()
+            shape = (HIDDEN, VOCAB)
+            self.weights.append(
+                helper.make_tensor("codes", TensorProto.INT4, shape, codes, raw=True)
+            )
+            scales = self.rng.uniform(0.05, 0.15, (HIDDEN // 16, VOCAB)).astype(np.float32)
+            self.weights.append(numpy_helper.from_array(scales, "scales"))
+            columns = super().op(
+                "GatherBlockQuantized", "codes", "input_ids", "scales",
+                domain="com.microsoft", block_size=16, gather_axis=1, quantize_axis=0,
+            )  # fmt: skip
+            return super().op("Transpose", columns, perm=[1, 2, 0])
+        if kind == "Transpose" and inputs[0] == self.table:
+            return super().op("DequantizeLinear", "codes", "scales", axis=0, block_size=16)
+        return super().op(kind, *inputs, **attrs)
 
 
 class TypedTokens(Decoder):

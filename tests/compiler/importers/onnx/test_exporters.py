@@ -16,6 +16,7 @@ from decomposed_parts import LAYERS, SIZE, Spelling
 from exporter_spellings import moved_axes, norms, renamed, repeats, retyped, run, with_input
 from interpreter import replay
 from onnx import TensorProto
+from plan_logits import plan_logits
 
 from atsc.compiler.errors import ModelError
 from atsc.compiler.importers.onnx import import_onnx
@@ -100,6 +101,7 @@ RIGHT = {
     "a table of masks": Case(spellings.MaskTable),
     "tables of angles": Case(spellings.AngleTables),
     "a turned table": Case(spellings.TurnedTable),
+    "columns of codes": Case(spellings.ColumnsOfCodes, [spellings.with_opsets]),
 }
 
 
@@ -149,3 +151,14 @@ def test_refused_with_advice(tmp_path: Path, name: str) -> None:
     lines = str(error.value).splitlines()
     assert reason in lines[0]
     assert len(lines) == count
+
+
+@pytest.mark.toolchain
+@pytest.mark.parametrize("name", ["tokens outside of heads", "columns of codes"])
+def test_plans(tmp_path: Path, name: str) -> None:
+    """On the CPU, and on the virtual device."""
+    case = RIGHT[name]
+    path = case.save(tmp_path)
+    expected = run(path, KINDS | case.kinds)
+    for logits in plan_logits(path, tmp_path, [int(token) for token in IDS], PROMPT):
+        assert np.linalg.norm(logits - expected) <= 2e-3 * np.linalg.norm(expected)
