@@ -205,8 +205,8 @@ class PlanFolder:
         free = shutil.disk_usage(self.path).free
         if free < total:
             raise PlanError(
-                f"cannot write {self.output}: its weights take {total / 1e9:.2f} GB, and "
-                f"{free / 1e9:.2f} GB of the disk are free; make room, or choose another -o"
+                f"cannot write {self.output}: its weights take {total / 2**30:.2f} GiB, and "
+                f"{free / 2**30:.2f} GiB of the disk are free; make room, or choose another -o"
             )
         digest, crc32s, position = hashlib.sha256(), [], 0
         with _writing(self.output), (self.path / WEIGHTS).open("xb") as file:

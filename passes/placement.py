@@ -206,5 +206,6 @@ def does_not_fit(what: str, needed_bytes: int, budget_bytes: int, hint: str = ""
     needed, budget = needed_bytes / (1 << 20), budget_bytes / (1 << 20)
     return BudgetError(
         f"placing units: {what} {needed:.1f} MiB of VRAM, {needed - budget:.1f} MiB more than the "
-        f"{budget:.1f} MiB that the budget leaves for it; raise --vram or lower --ctx{hint}"
+        f"{budget:.1f} MiB that the budget leaves for it; raise --vram, or lower --ctx, --chunk or "
+        f"--headroom{hint}"
     )

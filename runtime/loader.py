@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from atsc.compiler.errors import PlanError, UsageError
 from atsc.runtime import capi, tensors
 from atsc.runtime.rounds import Change, Event, change_of, event_of
 from atsc.runtime.session import Closing, F32Array, LogitRows, Session, TokenIds
+from atsc.runtime.sizes import parse_size
 
 if TYPE_CHECKING:
     from atsc.runtime.tokenizer import Tokenizer
@@ -86,7 +86,7 @@ def load(
     directory = Path(path)
     manifest = check_plan(directory, expected_sha256=expected_sha256)
     if vram is not None and not manifest.target.get("gpu"):
-        raise UsageError(f"vram: {directory} is a plan for the CPU alone; leave vram out")
+        raise UsageError(f"{directory} is a plan for the CPU alone; leave --vram (vram=) out")
     for name, number in (("threads", threads), ("sessions", sessions)):
         if number is not None and number < 1:
             raise UsageError(f"{name} is {number}: expected at least 1")
@@ -128,16 +128,10 @@ def _vram_bytes(vram: int | str | None) -> int:
     """Bytes of a size; 0 for None."""
     if vram is None:
         return 0
-    if isinstance(vram, str):
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(i?B|)", vram.strip(), re.IGNORECASE)
-        if found is None:
-            raise UsageError(f"vram is {vram!r}: expected a size, as 6G, 6GB or 800M")
-        number, prefix, suffix = found.groups()
-        base = 1000 if suffix.upper() == "B" and prefix else 1024
-        vram = int(float(number) * base ** " KMGT".index(prefix.upper() or " "))
-    if vram < 1:
+    num_bytes = parse_size(vram)
+    if num_bytes < 1:
         raise UsageError(f"vram is {vram}: expected at least 1 byte")
-    return vram
+    return num_bytes
 
 
 class Plan(Closing):

@@ -50,14 +50,19 @@ def compile(
     model: str | os.PathLike[str],
     output: str | os.PathLike[str] | None = None,
     *,
+    vram: int | str | None = None,
+    headroom: int | str | None = None,
     observer: Observer | None = None,
     **options: Any,
 ) -> Path | None:
     """Compile a model to a plan folder; needs the extra `atsc[compiler]`.
 
     Args:
-        model: an .onnx file, or the folder that holds one with its tokenizer.
+        model: a GGUF or .onnx file, or the folder that holds ONNX with its tokenizer.
         output: the plan folder; by default `model.atsplan` beside the model.
+        vram: all that the process may hold of the GPU's memory, in bytes or as "6G"; None: no GPU,
+            unless a target or a policy asks for one.
+        headroom: of it, what stays free.
         observer: told of stages and progress.
         options: the other fields of `atsc.compiler.driver.CompileOptions`: ctx, chunk, ....
 
@@ -71,7 +76,11 @@ def compile(
         PlanError: the plan cannot be written.
     """
     from atsc.compiler.driver import CompileOptions, compile_model
+    from atsc.runtime.sizes import parse_size
 
+    for name, size in (("vram_bytes", vram), ("headroom_bytes", headroom)):
+        if size is not None:
+            options[name] = parse_size(size)
     try:
         chosen = CompileOptions(
             model=Path(model), output=Path(output) if output is not None else None, **options

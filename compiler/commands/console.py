@@ -7,7 +7,6 @@ import difflib
 import json
 import math
 import os
-import re
 import shutil
 import sys
 import time
@@ -15,10 +14,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from atsc.compiler.errors import AtscError
+from atsc.compiler.errors import AtscError, UsageError
+from atsc.runtime import sizes
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?B)?", re.IGNORECASE)
-_FACTORS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 QUIET_SECONDS = 1.0
 REDRAW_SECONDS = 0.1
 MOST_THREADS = 512
@@ -109,17 +107,15 @@ class ProgressBar:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of `6G` (GiB), `6GiB`, `6GB` (10^9), `800M`, `4096`.
+    """The type of a flag that takes a size; as `sizes.parse_size`.
 
     Raises:
         argparse.ArgumentTypeError: not a size.
     """
-    match = _SIZE.fullmatch(text.strip())
-    if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 6G (GiB), 6GB (10^9) or 800M")
-    number, prefix, suffix = match.groups()
-    base = 1000 if (suffix or "").upper() == "B" else 1024
-    return int(float(number) * base ** _FACTORS[prefix.upper()])
+    try:
+        return sizes.parse_size(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def format_size(num_bytes: float) -> str:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from atsc.compiler.errors import ModelError
 
 if TYPE_CHECKING:
     from atsc.compiler.importers.onnx.graph_writer import Progress
@@ -32,10 +35,16 @@ def converted(model: Path, beside: Path, progress: Progress | None = None) -> It
         progress: as of `convert_gguf`.
 
     Raises:
-        ModelError: as of `convert_gguf`.
+        ModelError: as of `convert_gguf`, or there is too little room.
     """
     from atsc.compiler.importers.gguf import convert_gguf
 
+    size, free = model.stat().st_size, shutil.disk_usage(beside).free
+    if free < size:
+        raise ModelError(
+            f"{model}: it is converted in {beside}, which takes over {size / 2**30:.2f} GiB, and "
+            f"{free / 2**30:.2f} GiB of the disk are free; make room, or choose another -o"
+        )
     with tempfile.TemporaryDirectory(prefix=".atsc-convert-", dir=beside) as folder:
         name = model.stem if model.suffix.lower() == ".gguf" else model.name
         target = Path(folder) / name / "model.onnx"

@@ -108,9 +108,10 @@ def _read(source: Path) -> GGUFReader:
                 f"{source}: a tensor is of type {number}, which is not known; requantise the file"
                 " to Q4_K, Q6_K or Q8_0"
             ) from error
+        size = source.stat().st_size
         raise ModelError(
-            f"{source} is no GGUF file that can be read, or is incomplete ({error}); download it"
-            " again"
+            f"{source}: no GGUF file, or one that is damaged or cut short (it has {size} bytes);"
+            " download it again"
         ) from error
     if reader.endianess is not GGUFEndian.LITTLE:
         raise ModelError(f"{source} is a big-endian GGUF file; only little-endian ones are read")

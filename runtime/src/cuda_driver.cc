@@ -19,7 +19,7 @@ constexpr uint64_t kLegacyStream = 1;  // not the stream of each thread
 [[noreturn]] void fail_for_old_driver(int version) {
   fail(ATSC_DEVICE_ERROR,
        "the NVIDIA driver supports CUDA %d.%d, but atsc needs 12.0 or later: install driver 525.60 "
-       "or later, or run on the CPU",
+       "or later",
        version / 1000, version % 1000 / 10);
 }
 
@@ -62,7 +62,7 @@ Driver load_driver() {
   void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
     fail(ATSC_DEVICE_ERROR,
-         "there is no NVIDIA driver (%s): install one, or run on the CPU", dlerror());
+         "there is no NVIDIA driver: install one (%s)", dlerror());
   }
   const int version = version_of(library);
   if (version < kApiVersion) fail_for_old_driver(version);

@@ -34,15 +34,20 @@ def test_compile_passes_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
     observer = object()
     assert atsc.compile("m.onnx", "p", ctx=7, observer=observer) == Path("out")  # type: ignore[arg-type]
     atsc.compile(Path("m.onnx"))
+    atsc.compile("m.gguf", vram="6G", headroom=1000)
+    gguf = driver.CompileOptions(model=Path("m.gguf"), vram_bytes=6 << 30, headroom_bytes=1000)
     assert seen == [
         (driver.CompileOptions(model=Path("m.onnx"), output=Path("p"), ctx=7), observer),
         (driver.CompileOptions(model=Path("m.onnx")), None),
+        (gguf, None),
     ]
 
 
 def test_unknown_options_are_named() -> None:
-    with pytest.raises(atsc.UsageError, match="'vram'"):
-        atsc.compile("m.onnx", vram="1G")
+    with pytest.raises(atsc.UsageError, match="'ram'"):
+        atsc.compile("m.onnx", ram="1G")
+    with pytest.raises(atsc.UsageError, match="'six' is no size"):
+        atsc.compile("m.onnx", vram="six")
 
 
 def test_load_goes_to_the_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,7 @@ def test_no_driver(program: Path) -> None:
     shown = run_program(program, "cuda", "order", 1)
     assert shown.returncode == 1
     (line,) = shown.stderr.splitlines()
-    assert line.startswith("failed: there is no NVIDIA driver (libcuda.so.1")
+    assert line.startswith("failed: there is no NVIDIA driver: install one (libcuda.so.1")
 
 
 def test_declarations_agree_with_cuda_h() -> None:

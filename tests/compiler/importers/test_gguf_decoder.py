@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -220,5 +221,16 @@ def test_a_damaged_file_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFix
     source.write_bytes(source.read_bytes()[:-200])
     assert cli.main(["compile", str(source)]) == 1
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and str(source) in error
+    assert error.count("\n") == 1 and f"{source}: no GGUF file, or one that is damaged" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
+
+
+def test_no_room_for_the_conversion(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = sample().write(tmp_path / "m.gguf")
+    usage = shutil.disk_usage(tmp_path)._replace(free=source.stat().st_size - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    assert cli.main(["compile", str(source)]) == 1
+    assert "choose another -o" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
