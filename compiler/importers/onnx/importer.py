@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 import onnx_ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
+from onnx_ir.passes import PassError
+from onnx_ir.passes.common import InlinePass, RemoveUnusedNodesPass
 
 from atsc.compiler.errors import ModelError
 from atsc.compiler.importers.onnx import (
@@ -83,6 +84,7 @@ def import_onnx(
     file = open_model(path)
     lowering = Lowering(file, accuracy_level, context)
     lowering.lower_body = lambda body: _lower_body(lowering, body, {})
+    _inline_functions(file)
     graph = file.model.graph
     for node, reason in spoiled_attentions(graph).items():
         refuse_node(lowering, node, reason)
@@ -114,6 +116,19 @@ def _lower_body(lowering: Lowering, graph: onnx_ir.Graph, refused: Mapping[str, 
             refuse_node(lowering, node, refused[node.name or ""])
         else:
             lower_node(lowering, node, _RULES.get((node.domain, node.op_type)))
+
+
+def _inline_functions(file: ModelFile) -> None:
+    """Put the bodies of the model's own functions in the place of their calls."""
+    if not file.model.functions:
+        return
+    try:
+        InlinePass(lambda function: (function.domain, function.name) not in _RULES)(file.model)
+    except (ValueError, PassError) as error:
+        raise ModelError(
+            f"{file.path}: its functions cannot be expanded ({error}); inline them with "
+            "onnx.inliner.inline_local_functions"
+        ) from error
 
 
 def _sort(file: ModelFile) -> None:

@@ -32,7 +32,7 @@ from atsc.compiler.importers.onnx.canonical.rounds import (
 
 _NORMS = ("SimplifiedLayerNormalization", "RMSNormalization", "LayerNormalization")
 _PRODUCTS = ("MatMul", "Einsum")
-_AFTER_SOFTMAX = ("Where", "Identity", "Dropout")
+_AFTER_SOFTMAX = ("Where", "Identity", "Dropout", "Slice")
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +183,11 @@ def _plain_parts(rounds: Rounds, anchor: Node) -> tuple[Value, Value, Value, Val
     mix = product_after(anchor)
     if mix is None:
         raise Refusal("its result does not go into a product with values")
+    if any(node.op_type == "Slice" for node in readers(anchor.outputs)):
+        raise Refusal(
+            "a part of its result is left out, as of attention sinks: these are taken of "
+            "GroupQueryAttention alone (its input head_sink)"
+        )
     value = mix.inputs[1]
     node, reached = anchor, anchor.inputs[0]
     for _ in range(16):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import exporter_operators as operators
 import exporter_spellings as spellings
 import numpy as np
 import onnx
@@ -13,7 +14,8 @@ import pytest
 from decomposed import Decoder
 from decomposed_logits import IDS, PROMPT
 from decomposed_parts import LAYERS, SIZE, Spelling
-from exporter_spellings import moved_axes, norms, renamed, repeats, retyped, run, with_input
+from exporter_operators import norms, repeats
+from exporter_spellings import moved_axes, renamed, retyped, run, with_input
 from interpreter import replay
 from onnx import TensorProto
 from plan_logits import plan_logits
@@ -95,9 +97,16 @@ RIGHT = {
         f"heads repeated {kind}": Case(repeats(kind))
         for kind in ("by index", "one by one", "inside")
     },
-    "Einsum": Case(spellings.Einsums),
-    "matrices with a batch": Case(spellings.BatchedMatrices),
-    "SiLU spelled out": Case(spellings.SpelledSilu),
+    "Einsum": Case(operators.Einsums),
+    "matrices with a batch": Case(operators.BatchedMatrices),
+    "SiLU spelled out": Case(operators.SpelledSilu),
+    "functions of the model": Case(operators.Functions, [operators.with_function]),
+    "opset 12": Case(operators.OldOpset, [operators.with_opset_12]),
+    "opset 12, packed": Case(
+        operators.OldOpset,
+        [operators.with_opset_12],
+        spelling=Spelling(packed=True, mlp="packed", norm="layer", bias=True, qk_norm="before"),
+    ),
     "a table of masks": Case(spellings.MaskTable),
     "tables of angles": Case(spellings.AngleTables),
     "a turned table": Case(spellings.TurnedTable),
@@ -138,6 +147,7 @@ REFUSED = {
     ),
     "eps outside": (Case(norms("eps outside")), "eps belongs inside of the root", 5),
     "least eps": (Case(norms("least eps")), "a norm that is none of x / sqrt(mean(x^2) + eps)", 5),
+    "sinks": (Case(operators.Sinks), "attention sinks: these are taken of GroupQueryAttention", 2),
     "heads in turn": (Case(repeats("in turn")), "is not causal attention of 4 heads of 16", 2),
 }
 
