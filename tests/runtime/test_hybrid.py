@@ -323,7 +323,7 @@ def test_what_cannot_be_pinned(folder: Path, expected: dict[str, list[F32Array]]
 
 
 def test_options_are_checked(folder: Path) -> None:
-    for vram, message in (("6X", "expected a size"), (0, "at least 1 byte")):
+    for vram, message in (("6X", "is no size"), (0, "at least 1 byte")):
         with pytest.raises(UsageError, match=message):
             load(folder, vram=vram)
     with pytest.raises(UsageError, match="num_units is 2: the plan has"):
@@ -412,6 +412,7 @@ def test_run_tells_when_promotions_change(
         "transfer": transfer,
         "threads": 1,
         "vram": None,
+        "verify": False,
         **numbers,
     }
     shown = capsys.readouterr().err
