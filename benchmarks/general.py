@@ -4,10 +4,12 @@
 
 minilm-N is all-MiniLM-L6-v2 at batch 1 and N tokens (random weights of its shape where its package
 is not installed), resnet18 and mobilenet have random weights and the layers of ResNet-18 and of
-MobileNetV2, 224 x 224. Both engines take turns in one process, a few runs at a time; times are
-medians. onnxruntime optimises as it does by default; its threads are told not to spin between its
-runs, since they would take the cores from ours. The largest difference of any output, relative to
-its largest element, is printed too.
+MobileNetV2, 224 x 224. A name that ends in -dynamic, -qdq or -qoperator is the model as
+onnxruntime's quantize_dynamic or quantize_static writes it, calibrated with the very input. Both
+engines take turns in one process, a few runs at a time; times are medians. onnxruntime optimises as
+it does by default; its threads are told not to spin between its runs, since they would take the
+cores from ours. The largest difference of any output, relative to its largest element, is printed
+too; of quantised models it shows how far steps that fall the other way carry.
 """
 
 from __future__ import annotations
@@ -28,6 +30,13 @@ import numpy as np
 import onnx
 import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
+from onnxruntime.quantization import (
+    CalibrationDataReader,
+    QuantFormat,
+    QuantType,
+    quantize_dynamic,
+    quantize_static,
+)
 
 import atsc
 
@@ -42,7 +51,11 @@ from bert import (
 )
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
-MODELS = ("minilm-16", "minilm-128", "resnet18", "mobilenet")
+MODELS = (
+    *("minilm-16", "minilm-128", "resnet18", "mobilenet"),
+    *("minilm-128-dynamic", "minilm-128-qdq", "resnet18-dynamic", "resnet18-qdq", "mobilenet-qdq"),
+)
+FORMATS = ("dynamic", "qdq", "qoperator")
 MINILM = BertShape(vocab=30522, positions=512, width=384, heads=12, inner=1536, layers=6)
 RUNS_OF_TURN = 3
 
@@ -148,8 +161,39 @@ def mobilenet() -> onnx.ModelProto:
     return w.model(relu6(w.conv(x, (width, 1280), 1)), 1280)
 
 
+class OneInput(CalibrationDataReader):
+    """The benchmark's input as calibration data."""
+
+    def __init__(self, inputs: Arrays) -> None:
+        self._left = [dict(inputs)]
+
+    def get_next(self) -> dict[str, Any]:
+        """It, once."""
+        return self._left.pop() if self._left else {}
+
+
+def quantised(model: onnx.ModelProto, form: str, inputs: Arrays) -> onnx.ModelProto:
+    """What onnxruntime's quantisers write."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = (Path(folder) / name for name in ("floats.onnx", "integers.onnx"))
+        onnx.save(model, source)
+        if form == "dynamic":
+            # onnxruntime's ConvInteger takes unsigned weights alone.
+            has_images = any(node.op_type == "Conv" for node in model.graph.node)
+            kind = QuantType.QUInt8 if has_images else QuantType.QInt8
+            quantize_dynamic(source, target, weight_type=kind)
+        else:
+            written = QuantFormat.QDQ if form == "qdq" else QuantFormat.QOperator
+            quantize_static(source, target, OneInput(inputs), quant_format=written)
+        return onnx.load(target)
+
+
 def make(name: str) -> tuple[onnx.ModelProto, Arrays]:
     """A model and its inputs."""
+    base, _, form = name.rpartition("-")
+    if form in FORMATS:
+        model, inputs = make(base)
+        return quantised(model, form, inputs), inputs
     rng = np.random.default_rng(3)
     if name.startswith("minilm-"):
         folder, length = minilm_folder(), int(name.removeprefix("minilm-"))

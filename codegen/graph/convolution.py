@@ -9,6 +9,7 @@ import numpy as np
 from atsc.codegen.graph.elementwise import FLOATS, cast
 from atsc.codegen.graph.frames import MOST_TAPS, Frame, Taps, WindowsRight, framed
 from atsc.codegen.graph.integer_windows import code_convolution
+from atsc.codegen.graph.integers import MOST_EXACT_DEPTH, constant_floats
 from atsc.codegen.graph.linear import matrix_product, without_dimensions, without_zero_point
 from atsc.codegen.graph.lower import Lowering, RefusedError, Rule
 from atsc.codegen.graph.moves import padded, reshaped, transposed
@@ -26,6 +27,7 @@ def _conv(g: Lowering, node: OnnxNode, x: list[Any]) -> Tensor:
     made = _dequantised_convolution(g, node, image, weight, windows)
     if made is not None:
         return _biased(g, made, _bias(x))
+    weight = constant_floats(g, weight)
     return _convolution(
         g, g.cheap(image), weight, windows, node.attrs.get("group", 1), _bias(x), "0"
     )
@@ -45,6 +47,9 @@ def _dequantised_convolution(
     """Of floats that stand for integers, by those; None where they do not."""
     a, b = image.quantised, weight.quantised
     if a is None or b is None or a.axis is not None or b.axis not in (None, 0):
+        return None
+    depth = _number(weight.shape[1], "the kernel") * int(np.prod(windows.kernel))
+    if depth > MOST_EXACT_DEPTH:
         return None
     total = integer_convolution(g, node, windows, (a.codes, a.zero), (b.codes, b.zero))
     factor = binary(

@@ -28,7 +28,9 @@ from atsc.codegen.graph.windows import Windows
 from atsc.compiler.dims import Dim, smallest
 
 _PANEL_DEPTH = 192
-_SMALL_ROW = 32
+_SMALL_ROW = 64
+_ROWS_OF_BLOCK = 6
+"""Of a plane with longer rows; what is left over of a vector then is little."""
 _SLACK = 16
 """close_rows of windows.h copies so many elements at a time."""
 MOST_TAPS = 64
@@ -60,6 +62,8 @@ class Frame:
     """From a window to the one below it."""
     taps: tuple[Dim, ...]
     """Where each tap reads, from a window's place on."""
+    zero: Tensor | None = None
+    """A zero point that is taken off an image of integers."""
 
     @property
     def row_stride(self) -> Dim:
@@ -77,10 +81,12 @@ class Frame:
         above, before = map(code.dim, self.before)
         source = code.buffer(self.buffer)
         code.headers.setdefault("windows.h")
+        zero = "0.0f" if self.zero is None else f"(float){self.zero.at(code, [])}"
         code.line(f"const int64_t y = {row} - {above};")
-        code.line(f"const float* const row = {source} + ({plane} * {height} + y) * {columns};")
+        code.line(f"const auto* const row = {source} + ({plane} * {height} + y) * {columns};")
         code.line(f"frame_row({to}, y >= 0 && y < {height} ? row : nullptr, {columns}, {before},")
-        code.line(f"    {self.stride}, {self.phases}, {code.dim(self.width)}, {self.outside});")
+        width = code.dim(self.width)
+        code.line(f"    {self.stride}, {self.phases}, {width}, {self.outside}, {zero});")
 
     def stored(self, g: Lowering, planes: Dim) -> Frame:
         """In memory as a whole."""
@@ -208,7 +214,7 @@ class Taps:
         images, channels = self.shape[:2]
         high, wide = frame.outputs
         is_small = wide.constant is not None and wide.constant < _SMALL_ROW
-        block = high if is_small else Dim.of(1)
+        block = high if is_small else smallest(high, _ROWS_OF_BLOCK)
         # Rows of a small plane are computed in one go, with what is between them.
         is_flat = is_small and frame.row_step == frame.row_stride
         with code.block("for (int64_t item = lo; item < hi; ++item)"):
@@ -219,9 +225,10 @@ class Taps:
             self._begin(code, channels, spare)
             with code.block(f"for (int64_t first = 0; first < {dim(high)}; first += {dim(block)})"):
                 code.line(f"const float* const line = from + first * {dim(frame.row_step)};")
-                self._combine(code, block, is_flat)
+                code.line(f"const int64_t lines = least({dim(block)}, {dim(high)} - first);")
+                self._combine(code, is_flat)
                 code.line("#pragma GCC ivdep")
-                with code.block(f"for (int64_t j = 0; j < {dim(block * wide)}; ++j)"):
+                with code.block(f"for (int64_t j = 0; j < lines * {dim(wide)}; ++j)"):
                     code.line(f"[[maybe_unused]] const int64_t p = first * {dim(wide)} + j;")
                     names = ["image", "channel", *code.split("p", self.shape[2:])]
                     index = [c_index(s, n) for s, n in zip(self.shape, names, strict=True)]
@@ -262,19 +269,17 @@ class Taps:
             for tap in range(count):
                 code.line(f"const float w{tap} = w[{tap}];")
 
-    def _combine(self, code: Code, block: Dim, is_flat: bool) -> None:
-        """Fill `done` with the results of a block of rows."""
+    def _combine(self, code: Code, is_flat: bool) -> None:
+        """Fill `done` with the results of a block of `lines` rows."""
         wide = code.dim(self.frame.outputs[1])
         if is_flat:
             pitch = code.dim(self.frame.row_stride)
             code.line("#pragma GCC ivdep")
-            with code.block(
-                f"for (int64_t j = 0; j < ({code.dim(block)} - 1) * {pitch} + {wide}; ++j)"
-            ):
+            with code.block(f"for (int64_t j = 0; j < (lines - 1) * {pitch} + {wide}; ++j)"):
                 code.line(f"sums[j] = {self._value(code, 'line')};")
-            code.line(f"close_rows(done, sums, {code.dim(block)}, {pitch}, {wide});")
+            code.line(f"close_rows(done, sums, lines, {pitch}, {wide});")
             return
-        with code.block(f"for (int64_t r = 0; r < {code.dim(block)}; ++r)"):
+        with code.block("for (int64_t r = 0; r < lines; ++r)"):
             code.line(f"const float* const row = line + r * {code.dim(self.frame.row_step)};")
             code.line("#pragma GCC ivdep")
             with code.block(f"for (int64_t j = 0; j < {wide}; ++j)"):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from atsc.codegen.graph.elementwise import cast, elementwise
+from atsc.codegen.graph.elementwise import cast
 from atsc.codegen.graph.frames import MOST_TAPS, Frame, Taps, WindowsRight, framed
 from atsc.codegen.graph.integers import (
     BYTES,
@@ -167,12 +167,8 @@ def _depthwise(
     g: Lowering, image: Tensor, zero: Tensor | None, kernels: Array, points: Array, windows: Windows
 ) -> Tensor:
     """Sums of at most MOST_TAPS products of 8 bits, less than 2^24: exact in float32."""
-    centred = cast(g, image, "int32")
-    if zero is not None:
-        offset = cast(g, zero, "int32")
-        centred = elementwise(g, [centred, offset], "int32", lambda a, b: f"{a} - {b}")
     weights = kernels.astype(np.float32) - points.reshape(-1, *[1] * (kernels.ndim - 1))
-    frame = framed(g, cast(g, centred, "float32"), windows, "0")
+    frame = replace(framed(g, image, windows, "0"), is_ready=False, zero=zero)
     shape = (image.shape[0], Dim.of(len(kernels)), *windows.outputs)
     weight = g.store(g.array(weights.astype(np.float32)))
     return cast(g, Taps(frame, "fma", shape, weight).tensor(), "int32")

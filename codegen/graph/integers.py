@@ -16,7 +16,7 @@ bytes) and nothing need be summed; a constant right operand lies in panels [K / 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,6 +30,8 @@ from atsc.compiler.dims import Dim
 from atsc.compiler.tensor_graph import Constant
 
 BYTES = ("int8", "uint8")
+MOST_EXACT_DEPTH = (2**31 - 1) // 255**2
+"""Products of bytes that an int32 holds the sum of, whatever they are."""
 Array = NDArray[Any]
 
 
@@ -360,6 +362,24 @@ def constant_content(g: Lowering, x: Tensor) -> Array | None:
     return np.ascontiguousarray(np.lib.stride_tricks.as_strided(flat, sizes, steps_in_bytes))
 
 
+def constant_floats(g: Lowering, x: Tensor) -> Tensor:
+    """Dequantised constants as a constant, for products that are not of integers."""
+    if x.quantised is None:
+        return x
+    own = x.quantised
+    parts = (own.codes, own.scale, *([] if own.zero is None else [own.zero]))
+    found = [constant_content(g, part) for part in parts]
+    codes, scale, zero = [*found, np.zeros((), np.int8)][:3]
+    if codes is None or scale is None or zero is None:
+        return x
+    shape = [1] * codes.ndim
+    if own.axis is not None:
+        shape[own.axis] = -1
+    centred = codes.astype(np.int32) - zero.astype(np.int32).reshape(shape)
+    made = g.array(centred.astype(np.float32) * scale.astype(np.float32).reshape(shape))
+    return replace(made, quantised=own)
+
+
 def constant_buffer(g: Lowering, what: str, content: Array) -> Buffer:
     """A constant that is stored in this form."""
     buffer = Buffer(
@@ -375,11 +395,13 @@ def _element(content: Array) -> ElementType:
 
 __all__ = [
     "BYTES",
+    "MOST_EXACT_DEPTH",
     "IntegerProduct",
     "Point",
     "code_product",
     "constant_buffer",
     "constant_content",
+    "constant_floats",
     "flip_of",
     "point_of",
 ]

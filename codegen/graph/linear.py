@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from atsc.codegen.graph.elementwise import FLOATS, cast, elementwise
-from atsc.codegen.graph.integers import code_product
+from atsc.codegen.graph.integers import MOST_EXACT_DEPTH, code_product, constant_floats
 from atsc.codegen.graph.kernels import product_call
 from atsc.codegen.graph.lower import Lowering, RefusedError, Rule
 from atsc.codegen.graph.moves import reshaped, transposed, unsqueezed
@@ -58,7 +58,7 @@ def _matmul(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
     left, right = x
     if (made := dequantised_product(g, left, right)) is not None:
         return made
-    return _as_matrices(g, left, right, pending_product)
+    return _as_matrices(g, constant_floats(g, left), constant_floats(g, right), pending_product)
 
 
 Multiply = Callable[[Lowering, Tensor, Tensor], Tensor]
@@ -90,7 +90,8 @@ def _gemm(g: Lowering, node: OnnxNode, x: list[Any]) -> Tensor:
     left = transposed(left, [1, 0]) if node.attrs.get("transA", 0) else left
     right = transposed(right, [1, 0]) if node.attrs.get("transB", 0) else right
     result = dequantised_product(g, left, right)
-    result = pending_product(g, left, right) if result is None else result
+    if result is None:
+        result = pending_product(g, constant_floats(g, left), constant_floats(g, right))
     result = _times(g, result, node.attrs.get("alpha", 1.0))
     if bias is not None:
         result = binary(g, result, _times(g, bias, node.attrs.get("beta", 1.0)), "{0} + {1}")
@@ -138,10 +139,12 @@ def dequantised_product(g: Lowering, left: Tensor, right: Tensor) -> Tensor | No
     """A product of floats that stand for integers, by those; None where they do not.
 
     One scale for the left operand, one or one a column for the right one: the product of integers
-    is exact, and scaled once.
+    is exact, and scaled once. A sum of unknown length may overflow, as it does in onnxruntime.
     """
     a, b = left.quantised, right.quantised
     if a is None or b is None or min(left.rank, right.rank) < 2:
+        return None
+    if (left.shape[-1].constant or 0) > MOST_EXACT_DEPTH:
         return None
     if a.axis is not None or (b.axis is not None and b.axis != right.rank - 1):
         return None

@@ -78,6 +78,7 @@ def _floats(g: Lowering, x: Tensor, scale: Tensor, zero: Tensor | None) -> Tenso
 
 
 def _scaled_sum(g: Lowering, total: Tensor, factor: Tensor, zero: Tensor | None) -> Tensor:
+    factor = cast(g, factor, "float32")
     return _rounded(g, binary(g, cast(g, total, "float32"), factor, "{0} * {1}"), zero)
 
 
@@ -85,8 +86,6 @@ def _q_linear_matmul(g: Lowering, node: OnnxNode, x: list[Tensor]) -> Tensor:
     a, a_scale, a_zero, b, b_scale, b_zero, y_scale, y_zero = x
     if min(a.rank, b.rank) < 2:
         raise RefusedError(f"operands with {a.rank} and {b.rank} dimensions")
-    if a_scale.dtype != "float32":
-        raise RefusedError(f"scales of {a_scale.dtype}, not float32")
     total = integer_product(g, a, without_dimensions(g, a_zero), b, without_dimensions(g, b_zero))
     left, right = (without_dimensions(g, g.held(v)) for v in (a_scale, b_scale))
     left = unsqueezed(g, left, [1]) if left.rank == 1 else left

@@ -92,23 +92,23 @@ def check(w: Integers, wanted: Mapping[str, Array], level: str) -> GraphRunner:
 def test_products_with_constants(level: str) -> None:
     """All pairs of types, zero points of the whole and of columns or rows, depths beyond quads."""
     w, wanted = Integers(), {}
-    sizes = ((19, 37, 70), (401, 24, 33), (5, 128, 32), (1, 3, 1))
-    for (m, k, n), left, right in itertools.product(sizes, KINDS, KINDS):
+    cases = [((19, 37, 70), *kinds) for kinds in itertools.product(KINDS, KINDS)]
+    cases += [((401, 24, 33), "uint8", "int8"), ((5, 128, 32), "int8", "uint8")]
+    cases += [((1, 3, 1), "uint8", "uint8")]
+    for (m, k, n), left, right in cases:
         x = w.input(left, m, k)
         weight = w.bytes(right, (k, n))
-        for p, q in (
-            (0, None),
-            (w.bytes(left, ()), w.bytes(right, ())),
-            (w.bytes(left, (m,)), w.bytes(right, (n,))),
-        ):
+        points = [(0, None), (w.bytes(left, ()), w.bytes(right, ()))]
+        points += [(w.bytes(left, (m,)), w.bytes(right, (n,)))]
+        for p, q in points[0 if m == 19 else 2 :]:
             p = np.asarray(p, left)
             zeros = [w.constant(p)]
             if q is not None:
                 zeros.append(w.constant(q))
             name = w.op("MatMulInteger", x, w.constant(weight), *zeros)
             rows = p.astype(np.int64)[..., None] if p.ndim else p.astype(np.int64)
-            points = np.int64(0) if q is None else q.astype(np.int64)
-            wanted[name] = exact_product(w.inputs[x], rows, weight, points)
+            columns = np.int64(0) if q is None else q.astype(np.int64)
+            wanted[name] = exact_product(w.inputs[x], rows, weight, columns)
     runner = check(w, wanted, level)
     assert all("product_i8.h" in call.kernel.headers for call in runner.program.calls)
 
@@ -208,6 +208,62 @@ def exact_convolution(image: Array, mirrored: Array, attrs: Attributes) -> Array
     (found,) = ReferenceEvaluator(model).run(None, inputs)
     assert np.abs(found).max() < 2**53
     return np.asarray(found).astype(np.int64).astype(np.int32)
+
+
+def qdq_network() -> tuple[Integers, onnx.ModelProto]:
+    """Convolutions with residual and pool, then a product, quantised at every step.
+
+    Scales are powers of two and sums small, so that no float is rounded but by QuantizeLinear.
+    """
+    w, rng = Integers(), np.random.default_rng(2)
+    w.inputs["image"] = rng.integers(-40, 40, (1, 6, 12, 13)).astype(np.float32) / 16
+
+    def grid(power: int, zero: int = 3) -> tuple[str, str]:
+        return w.constant(np.float32(2.0**power)), w.constant(np.int8(zero))
+
+    def requantised(x: str, power: int) -> str:
+        own = grid(power)
+        return w.op("DequantizeLinear", w.op("QuantizeLinear", x, *own), *own)
+
+    def weight(*shape: int) -> str:
+        scale = w.constant(np.exp2(rng.integers(-6, -3, shape[0])).astype(np.float32))
+        zero = w.constant(np.zeros(shape[0], np.int8))
+        content = w.constant(rng.integers(-9, 9, shape).astype(np.int8))
+        return w.op("DequantizeLinear", content, scale, zero, axis=0)
+
+    x = requantised("image", -4)
+    bias = w.constant((rng.integers(-64, 64, 8) / 64).astype(np.float32))
+    first = requantised(w.op("Relu", w.op("Conv", x, weight(8, 6, 3, 3), bias, pads=[1] * 4)), -2)
+    second = w.op("Conv", first, weight(8, 1, 3, 3), pads=[1] * 4, group=8)
+    residual = requantised(w.op("Add", requantised(second, -2), first), -1)
+    pooled = requantised(w.op("MaxPool", residual, kernel_shape=[2, 2], strides=[2, 2]), -1)
+    flat = w.op("Flatten", pooled)
+    made = w.op("Gemm", requantised(flat, -1), weight(10, 8 * 6 * 6), transB=1)
+    model = w.model([made])
+    model.graph.output[0].type.tensor_type.elem_type = TensorProto.FLOAT
+    return w, model
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_quantised_network_is_equal_in_every_step(level: str) -> None:
+    """No step of any tensor differs from the reference, and all products are of integers."""
+    w, model = qdq_network()
+    quantised = [node.output[0] for node in model.graph.node if node.op_type == "QuantizeLinear"]
+    runner = GraphRunner(model, level)
+    (plain,) = runner(w.inputs).values()
+    assert not any("product.h" in h and "product_i8.h" not in h for h in headers(runner))
+    for name in quantised:
+        model.graph.output.append(helper.make_tensor_value_info(name, TensorProto.INT8, None))
+    found = GraphRunner(model, level)(w.inputs)
+    wanted = ReferenceEvaluator(model).run(None, w.inputs)
+    for info, array in zip(model.graph.output, wanted, strict=True):
+        assert np.array_equal(found[info.name], array), info.name
+        assert np.unique(array).size > 5
+    assert np.array_equal(plain, wanted[0])
+
+
+def headers(runner: GraphRunner) -> list[tuple[str, ...]]:
+    return [call.kernel.headers for call in runner.program.calls]
 
 
 @pytest.mark.parametrize("content", [np.zeros(5), np.full(40, 3.0), np.full(40, -3.0)])

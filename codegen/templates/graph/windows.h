@@ -13,9 +13,10 @@
 
 namespace atsc::graph {
 
-// One row of a frame, from a row of the image or, above and below it, from none.
-static inline void frame_row(float* to, const float* row, int64_t size, int64_t before,
-                             int64_t stride, int64_t phases, int64_t width, float outside) {
+// One row of a frame, from a row of the image or, above and below it, from none; `zero` is taken off.
+template <class T>
+static inline void frame_row(float* to, const T* row, int64_t size, int64_t before, int64_t stride,
+                             int64_t phases, int64_t width, float outside, float zero) {
   for (int64_t phase = 0; phase < phases; ++phase, to += width) {
     // Column x is the image's x * stride + shift.
     const int64_t shift = phase - before;
@@ -26,9 +27,11 @@ static inline void frame_row(float* to, const float* row, int64_t size, int64_t 
     begin = least(begin, width);
     for (int64_t x = 0; x < begin; ++x) to[x] = outside;
     if (stride == 1) {
-      for (int64_t x = begin; x < end; ++x) to[x] = row[x + shift];
+      for (int64_t x = begin; x < end; ++x) to[x] = static_cast<float>(row[x + shift]) - zero;
     } else {
-      for (int64_t x = begin; x < end; ++x) to[x] = row[x * stride + shift];
+      for (int64_t x = begin; x < end; ++x) {
+        to[x] = static_cast<float>(row[x * stride + shift]) - zero;
+      }
     }
     for (int64_t x = begin > end ? begin : end; x < width; ++x) to[x] = outside;
   }

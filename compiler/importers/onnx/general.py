@@ -217,6 +217,8 @@ def _fold(
     inputs = [name for name in made.inputs if name]
     if made.op in _NEVER_FOLDED or any(name not in constants for name in inputs):
         return False
+    if made.op == "DequantizeLinear" and _is_matrix_of_bytes(constants[inputs[0]]):
+        return False
     if made.op == "Constant" and "value" in node.attributes:
         constants[made.outputs[0]] = _constant(file, made.name, node.attributes["value"].value)
         return True
@@ -231,6 +233,11 @@ def _fold(
     for name, result in zip(made.outputs, results, strict=False):
         constants[name] = Constant.of(np.ascontiguousarray(result).reshape(result.shape))
     return True
+
+
+def _is_matrix_of_bytes(constant: Constant) -> bool:
+    """Products multiply such codes themselves, and make floats of them where they cannot."""
+    return constant.dtype in ("int8", "uint8") and len(constant.shape) > 1
 
 
 def _array(constant: Constant) -> NDArray[Any]:
