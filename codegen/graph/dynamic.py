@@ -61,14 +61,16 @@ def quantised_by_range(g: Lowering, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     zero = g.store(
         elementwise(g, [low, scale], "uint8", lambda a, b: text.format(f"0.0f - {a} / {b}"))
     )
+    # In one long row, whatever the last dimension is.
+    flat = stored(x.buffer, (x.size,))
     codes = elementwise(
         g,
-        [x, scale, zero],
+        [flat, scale, zero],
         "uint8",
         lambda a, b, c: saturated("uint8", f"__builtin_nearbyintf({a} / {b}) + (float){c}"),
         6,
     )
-    return codes, scale, zero
+    return stored(g.store(codes).buffer, x.shape), scale, zero
 
 
 def _dynamic_quantize_linear(g: Lowering, node: OnnxNode, x: list[Tensor]) -> tuple[Tensor, ...]:
