@@ -135,6 +135,26 @@ def test_a_small_cnn(compiled: Compile) -> None:
             np.testing.assert_array_equal(found["best"], wanted["best"])
 
 
+def test_integers_are_exact_at_the_level_of_this_machine(compiled: Compile) -> None:
+    rng = np.random.default_rng(4)
+    weight = rng.integers(-128, 128, (70, 45)).astype(np.int8)
+    zero = np.uint8(131)
+    rows: list[int | str] = ["rows", 70]
+    graph = helper.make_graph(
+        [helper.make_node("MatMulInteger", ["x", "weight", "zero"], ["sums"], "product")],
+        "integers",
+        [helper.make_tensor_value_info("x", TensorProto.UINT8, rows)],
+        [helper.make_tensor_value_info("sums", TensorProto.INT32, ["rows", 45])],
+        [numpy_helper.from_array(weight, "weight"), numpy_helper.from_array(zero, "zero")],
+    )
+    opsets = [helper.make_opsetid("", 17)]
+    with compiled(helper.make_model(graph, opset_imports=opsets, ir_version=9)) as plan:
+        for count in (1, 7, 500):
+            x = rng.integers(0, 256, (count, 70)).astype(np.uint8)
+            wanted = (x.astype(np.int64) - int(zero)) @ weight.astype(np.int64)
+            assert np.array_equal(plan.run({"x": x})["sums"], wanted)
+
+
 def _gather_model() -> onnx.ModelProto:
     graph = helper.make_graph(
         [
