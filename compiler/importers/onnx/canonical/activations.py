@@ -61,7 +61,8 @@ def _rewrite(editor: Editor, anchor: Node) -> None:
             value = nodes[0].outputs[0]
             for kind in _KINDS[anchor.op_type]:
                 if _holds(editor, x, value, kind):
-                    editor.replace(value, _activation(editor, x, kind, f"{anchor.name}/{kind}"))
+                    name = f"{anchor.name or value.name}/{kind}"
+                    editor.replace(value, _activation(editor, x, kind, name))
                     return
 
 

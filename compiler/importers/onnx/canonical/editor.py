@@ -32,6 +32,7 @@ class Editor:
         self.tolerance = 1e-3 if _is_half(graph) else 1e-4
         """How far an exact rewrite may be from what the graph computes, relative L2."""
         self._lengths: tuple[Value, Value] | None = None
+        self._names: dict[str, int] = {}
 
     def node(
         self,
@@ -43,7 +44,9 @@ class Editor:
         num_outputs: int = 1,
         **attrs: Any,
     ) -> tuple[Value, ...]:
-        """Append a node; the graph is sorted afterwards."""
+        """Append a node, under a name that is free; the graph is sorted afterwards."""
+        self._names[name] = copies = self._names.get(name, 0) + 1
+        name = name if copies == 1 else f"{name}#{copies}"
         outputs = [onnx_ir.Value(name=f"{name}/out{k or ''}") for k in range(num_outputs)]
         node = onnx_ir.Node(
             domain,

@@ -11,6 +11,7 @@ are taken as they come; the whole is proved by its values, also where eps counts
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from atsc.compiler.importers.onnx.canonical.rounds import (
     readers,
 )
 
-_STEPS = ("Add", "Sqrt", "Reciprocal", "Pow", "Div", "Mul", "Sub", "Max", "Clip")
+_STEPS = ("Add", "Sqrt", "Reciprocal", "Pow", "Div", "Mul", "Sub", "Max", "Clip", "Transpose")
 _OF_SQUARES = ("ReduceMean", "ReduceSum")
 """Reductions of what was squared before."""
 _OF_ELEMENTS = ("ReduceSumSquare", "ReduceL2", "LpNormalization")
@@ -48,35 +49,53 @@ def rewrite_norms(editor: Editor) -> None:
             continue
 
 
+@dataclass(frozen=True, slots=True)
+class _Quotient:
+    """Where the reduction meets x again."""
+
+    value: Value
+    normed: Value
+    """x, or x with its axes in another order."""
+    weight: Array
+    """What x was multiplied by before."""
+    constants: list[Array]
+    """All that the reduction was added to, multiplied by or compared with."""
+
+
 def _rewrite(editor: Editor, anchor: Node) -> None:
     x, centred = _source(anchor)
-    merged = None if x is None else _merge(editor, anchor, x)
-    if x is None or merged is None:
-        return
-    end, constants, scale = merged
+    for quotient in [] if x is None else _quotients(editor, anchor, x):
+        assert x is not None
+        if not _replaced(editor, anchor, x, quotient, centred):
+            editor.refuse(
+                anchor,
+                "a norm that is none of x / sqrt(mean(x^2) + eps) over the last axis, nor the same "
+                "of x - mean(x); eps belongs inside of the root",
+            )
+            leaves = {x, quotient.normed, anchor.outputs[0]}
+            for node in between(editor.rounds, quotient.value, leaves.__contains__):
+                editor.silence(node)
+
+
+def _replaced(editor: Editor, anchor: Node, x: Value, found: _Quotient, centred: bool) -> bool:
     width = editor.rounds.shape(x, SMALL[0])[-1]
-    weight, bias, output = _affine(editor, end, width, centred)
+    weight, bias, output = _affine(editor, found.value, width, centred)
     # What divides by a length, and not by a root of a mean, leaves that much less.
-    for factor, eps in itertools.product((1.0, width**-0.5), _epsilons(constants, width)):
-        rows = weight * scale * np.float32(factor), bias
-        if _holds(editor, x, output, rows, eps, centred):
+    for factor, eps in itertools.product((1.0, width**-0.5), _epsilons(found.constants, width)):
+        rows = weight * found.weight * np.float32(factor), bias
+        if _holds(editor, (x, found.normed, output), rows, eps, centred):
             gamma, beta = (np.broadcast_to(row, (width,)) for row in rows)
-            name = anchor.name or output.name or "norm"
-            inputs: list[Value | None] = [x, editor.constant(f"{output.name}/weight", gamma)]
+            inputs: list[Value | None] = [found.normed]
+            inputs.append(editor.constant(f"{output.name}/weight", gamma))
             if centred:
                 inputs.append(editor.constant(f"{output.name}/bias", beta))
             op_type = "LayerNormalization" if centred else "SimplifiedLayerNormalization"
+            name = f"{anchor.name or output.name or 'norm'}/norm"
             epsilon = max(eps, _LEAST_EPSILON)
-            (y,) = editor.node(op_type, inputs, f"{name}/norm", epsilon=epsilon, axis=-1)
+            (y,) = editor.node(op_type, inputs, name, epsilon=epsilon, axis=-1)
             editor.replace(output, y)
-            return
-    editor.refuse(
-        anchor,
-        "a norm that is none of x / sqrt(mean(x^2) + eps) over the last axis, nor the same of "
-        "x - mean(x); eps belongs inside of the root",
-    )
-    for node in between(editor.rounds, end, lambda value: value in (x, anchor.outputs[0])):
-        editor.silence(node)
+            return True
+    return False
 
 
 def _source(anchor: Node) -> tuple[Value | None, bool]:
@@ -95,38 +114,50 @@ def _source(anchor: Node) -> tuple[Value | None, bool]:
     return x, False
 
 
-def _merge(editor: Editor, anchor: Node, x: Value) -> tuple[Value, list[Array], Array] | None:
-    """Where the reduction meets x again, the constants on the way, and what x was multiplied by."""
+def _quotients(editor: Editor, anchor: Node, x: Value) -> list[_Quotient]:
+    """All places where the reduction meets x: norms of the same rows may share it."""
     value, one = anchor.outputs[0], np.ones(1, np.float32)
     constants: list[Array] = []
     if anchor.op_type == "LpNormalization":
-        return value, constants, one
+        return [_Quotient(value, x, one, constants)]
     for _ in range(8):
         next_nodes = readers([value])
-        if len(next_nodes) != 1 or next_nodes[0].op_type not in _STEPS:
-            return None
+        if not next_nodes or any(node.op_type not in _STEPS for node in next_nodes):
+            return []
+        others = [_other(editor, node, value) for node in next_nodes]
+        if all(other is not None for other in others):
+            return [
+                _Quotient(node.outputs[0], *_normed(editor, other, x), constants)
+                for node, other in zip(next_nodes, others, strict=True)
+                if other is not None
+            ]
+        if len(next_nodes) != 1:
+            return []
         (node,) = next_nodes
-        before, value = value, node.outputs[0]
-        inputs = data_inputs(editor.rounds, node)
-        if len(inputs) > 1:
-            other = next(v for v in inputs if v is not before)
-            return value, constants, _factor(editor, other, x)
+        value = node.outputs[0]
         for constant in node.inputs:
             if constant is not None and editor.rounds.depends(constant) == "constant":
                 constants.append(editor.rounds.value(constant, SMALL[0]))
-    return None
+    return []
 
 
-def _factor(editor: Editor, value: Value, x: Value) -> Array:
-    """The constant row of a product with x; 1 for x itself."""
-    maker = value.producer()
+def _other(editor: Editor, node: Node, value: Value) -> Value | None:
+    """What a node combines a value with, if that carries activations too."""
+    return next((v for v in data_inputs(editor.rounds, node) if v is not value), None)
+
+
+def _normed(editor: Editor, value: Value, x: Value) -> tuple[Value, Array]:
+    """What is divided, x or x in another order, and the constant row that it was multiplied by."""
+    maker, one = value.producer(), np.ones(1, np.float32)
+    if maker is not None and maker.op_type == "Transpose" and maker.inputs[0] is x:
+        return value, one
     if maker is not None and maker.op_type == "Mul" and x in maker.inputs:
         for other in maker.inputs:
             if other is not None and editor.rounds.depends(other) == "constant":
                 row = editor.rounds.value(other, SMALL[0])
                 if row.ndim and row.size == row.shape[-1]:
-                    return row.reshape(-1).astype(np.float32)
-    return np.ones(1, np.float32)
+                    return x, row.reshape(-1).astype(np.float32)
+    return x, one
 
 
 def _epsilons(constants: list[Array], width: int) -> list[float]:
@@ -162,21 +193,33 @@ def _affine(editor: Editor, value: Value, width: int, centred: bool) -> tuple[Ar
 
 
 def _holds(
-    editor: Editor, x: Value, output: Value, rows: tuple[Array, Array], eps: float, centred: bool
+    editor: Editor,
+    values: tuple[Value, Value, Value],
+    rows: tuple[Array, Array],
+    eps: float,
+    centred: bool,
 ) -> bool:
-    """Whether the part of the graph is the norm, also where eps counts."""
-    rng = np.random.default_rng(0)
+    """Whether the part of the graph is the norm, also where eps counts.
+
+    Args:
+        editor: of the graph.
+        values: x, what is divided, and the output.
+        rows: weight and bias.
+        eps: what is added to the mean.
+        centred: whether the mean of x is subtracted.
+    """
+    rng, (x, normed, output) = np.random.default_rng(0), values
     for at in SMALL[1::2]:
         shape = editor.rounds.shape(x, at)
         for size in (1.0, eps**0.5 or 1e-3):
             given = (size * rng.standard_normal(shape)).astype(np.float32)
-            wide = given.astype(np.float64)
-            wide = wide - wide.mean(-1, keepdims=True) if centred else wide
-            root = np.sqrt((wide**2).mean(-1, keepdims=True) + eps)
             try:
+                wide = editor.rounds.region(normed, at, {x: given}).astype(np.float64)
                 actual = editor.rounds.region(output, at, {x: given})
             except NotEvaluable:
                 return False
+            wide = wide - wide.mean(-1, keepdims=True) if centred else wide
+            root = np.sqrt((wide**2).mean(-1, keepdims=True) + eps)
             if relative_error(actual, wide / root * rows[0] + rows[1]) > editor.tolerance:
                 return False
     return True

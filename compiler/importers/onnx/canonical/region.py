@@ -281,6 +281,8 @@ def _scattered(rounds: Rounds, scatter: Node, path: list[Value]) -> Cache:
         return _are_heads(rounds, value, shape[1], shape[3])
 
     new = _before_moves(rounds, new, is_new)
+    # An optimiser may have merged the transposes on the way to the product.
+    path = [*_moved_on(scatter.outputs[0]), *path]
     presents = [value for value in path if rounds.shape(value, TYPICAL) == shape]
     if not (rounds.is_past(past) and is_new(new) and presents):
         raise Refusal(
@@ -288,6 +290,15 @@ def _scattered(rounds: Rounds, scatter: Node, path: list[Value]) -> Cache:
             "into a cache that is an input of the model"
         )
     return Cache(past, new, presents[-1], (1, 2, 3))
+
+
+def _moved_on(value: Value) -> list[Value]:
+    """What movements make of a value, nearest last."""
+    found = [value]
+    for current in found:
+        nodes = (node for node in readers([current]) if node.op_type in MOVEMENTS)
+        found += [node.outputs[0] for node in nodes if node.outputs[0] not in found]
+    return found[::-1]
 
 
 def _before_moves(rounds: Rounds, value: Value, wanted: Callable[[Value], bool]) -> Value:

@@ -12,6 +12,7 @@ import pytest
 from decomposed import Decoder
 from decomposed_logits import IDS, PROMPT, logits_of
 from decomposed_parts import LAYERS, Spelling
+from exporter_operators import norms
 from interpreter import replay
 from mini_decoder import MICROSOFT, MiniDecoder
 from onnxruntime.quantization import quantize_dynamic
@@ -129,6 +130,40 @@ def test_optimiser_of_transformers(
     if name == "learned positions" and rewrite is as_gpt2:
         ops = {node.op_type for node in onnx.load(path).graph.node}
         assert {"SkipLayerNormalization", "BiasGelu"} <= ops
+    assert_agrees(path, logits_of(path, spelling))
+
+
+MOVED: dict[str, tuple[type[Decoder], Spelling, list[Callable[[Path], object]]]] = {
+    "a transpose within a norm of heads": (
+        Decoder,
+        Spelling(norm="rms_div", qk_norm="after", rope="learned", bias=True),
+        [optimised, lambda path: convert(path, keep_io_types=False)],
+    ),
+    "transposes behind a cache merged": (
+        Decoder,
+        Spelling(repeat="grouped", cache="scatter_nd"),
+        [then_half, lambda path: optimised(path, Levels.ORT_ENABLE_ALL)],
+    ),
+    "a root shared by norms": (
+        norms("weight first"),
+        Spelling(order="parallel_two"),
+        [after_session],
+    ),
+    "GELUs without names": (
+        Decoder,
+        Spelling(activation="gelu_tanh"),
+        [optimised, then_half, optimised],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_what_optimisers_move(tmp_path: Path, name: str) -> None:
+    """Found by random combinations of spellings and optimisers."""
+    decoder, spelling, rewrites = MOVED[name]
+    path = decoder(spelling).save(tmp_path)
+    for rewrite in rewrites:
+        rewrite(path)
     assert_agrees(path, logits_of(path, spelling))
 
 
