@@ -34,7 +34,10 @@ FINISHING = frozenset(
         ),
         *(
             ("com.microsoft", name)
-            for name in ("QLinearAdd", "QLinearMul", "QLinearSigmoid", "QLinearLeakyRelu")
+            for name in (
+                *("QLinearAdd", "QLinearMul", "QLinearSigmoid", "QLinearLeakyRelu"),
+                *("Gelu", "BiasGelu"),
+            )
         ),
     }
 )

@@ -92,13 +92,14 @@ def _gemm(g: Lowering, node: OnnxNode, x: list[Any]) -> Tensor:
     result = dequantised_product(g, left, right)
     if result is None:
         result = pending_product(g, constant_floats(g, left), constant_floats(g, right))
-    result = _times(g, result, node.attrs.get("alpha", 1.0))
+    result = times(g, result, node.attrs.get("alpha", 1.0))
     if bias is not None:
-        result = binary(g, result, _times(g, bias, node.attrs.get("beta", 1.0)), "{0} + {1}")
+        result = binary(g, result, times(g, bias, node.attrs.get("beta", 1.0)), "{0} + {1}")
     return result
 
 
-def _times(g: Lowering, x: Tensor, factor: float) -> Tensor:
+def times(g: Lowering, x: Tensor, factor: float) -> Tensor:
+    """By a number of float32."""
     return x if factor == 1 else unary(g, x, f"{{0}} * ({{kind}}){float(np.float32(factor)).hex()}")
 
 

@@ -10,6 +10,7 @@ from atsc.codegen.graph import (
     convolution,
     dynamic,
     elementwise,
+    fused,
     gathers,
     linear,
     moves,
@@ -33,6 +34,7 @@ RULES: Mapping[tuple[str, str], Rule] = {
     **quantized.RULES,
     **dynamic.RULES,
     **quantized_operators.RULES,
+    **fused.RULES,
     **block_quantized.RULES,
     **recurrent.RULES,
 }

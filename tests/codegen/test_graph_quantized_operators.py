@@ -249,6 +249,32 @@ def test_products_with_their_quantisation(has_bias: bool) -> None:
     check(w, "MatMulIntegerToFloat", "float32")
 
 
+@pytest.mark.parametrize("turned", ["transA", "transB"])
+def test_fused_product_of_floats(turned: str) -> None:
+    """Beside these operators in what onnxruntime's optimiser writes."""
+    w = Writer(13)
+    shapes = ((2, 5, 7), (2, 5, 9)) if turned == "transA" else ((2, 5, 7), (2, 9, 7))
+    for shape in shapes:
+        w.give(w.rng.standard_normal(shape).astype(np.float32))
+    check(w, "FusedMatMul", "float32", alpha=0.375, **{turned: 1})
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_gelu(count: int) -> None:
+    w = Writer(14)
+    w.give(w.rng.standard_normal((4, 9)).astype(np.float32) * 3)
+    if count == 2:
+        w.hold(w.rng.standard_normal(9), "float32")
+    check(w, "Gelu" if count == 1 else "BiasGelu", "float32")
+
+
+def test_norm_of_a_sum() -> None:
+    w = Writer(15)
+    for shape in ((2, 4, 9), (2, 4, 9), (9,), (9,), (9,)):
+        w.give(w.rng.standard_normal(shape).astype(np.float32))
+    check(w, "SkipLayerNormalization", "float32", epsilon=1e-3)
+
+
 def test_what_cannot_be_right_is_refused_by_name() -> None:
     w = Writer(11)
     w.quantised("uint8", 1, 4, 5, 5)
