@@ -1,12 +1,14 @@
 """`atsc inspect`: what a plan holds: where its units live, the memory that it takes, its rungs.
 
---html writes a page with a map of the units, the memory, and the timeline of a round.
+-v lists every unit by itself. --html writes a page with a map of the units, the memory, and the
+timeline of a round.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -95,19 +97,50 @@ def _text(manifest: Manifest, path: Path, *, verbose: bool) -> str:
 
 
 def _units(units: Iterable[Unit], *, verbose: bool) -> str:
-    """One row a unit, in execution order; how many nodes it has, if `verbose` with the last."""
-    rows = [["unit", "nodes", "format", "size", "lives in"]]
+    """In execution order: a row a unit with its last node if `verbose`, else one for all layers."""
     units = list(units)
-    for unit in units:
-        last = f": {unit.nodes[-1]}" if verbose and unit.nodes else ""
-        nodes = f"{len(unit.nodes)}{last}" if unit.nodes else "shared"
-        rows.append([unit.name, nodes, unit.format, format_size(_bytes(unit)), unit.residency])
+    rows = _rows_of_units(units) if verbose else _rows_of_layers(units)
     by_place = sorted(units, key=lambda unit: unit.residency)
     for residency, group in groupby(by_place, key=lambda unit: unit.residency):
         members = list(group)
         size = format_size(sum(map(_bytes, members)))
         rows.append([counted(len(members), "unit"), "", "", size, residency])
     return table(rows, right=(3,))
+
+
+def _rows_of_units(units: Iterable[Unit]) -> list[list[str]]:
+    rows = [["unit", "nodes", "format", "size", "lives in"]]
+    for unit in units:
+        nodes = f"{len(unit.nodes)}: {unit.nodes[-1]}" if unit.nodes else "shared"
+        rows.append([unit.name, nodes, unit.format, format_size(_bytes(unit)), unit.residency])
+    return rows
+
+
+def _rows_of_layers(units: Iterable[Unit]) -> list[list[str]]:
+    """Units that differ in their layer alone are one row."""
+    rows = [["unit", "layers", "format", "size", "lives in"]]
+    alike: dict[tuple[str, str, str], list[Unit]] = {}
+    for unit in units:
+        layer = unit.cost.layer if unit.cost else None
+        number = rf"(?<!\d){layer}(?!\d)"
+        name = unit.name if layer is None else re.sub(number, "*", unit.name, count=1)
+        alike.setdefault((name, unit.format, unit.residency), []).append(unit)
+    for (name, kind, residency), members in alike.items():
+        layers = [unit.cost.layer for unit in members if unit.cost and unit.cost.layer is not None]
+        size = format_size(sum(map(_bytes, members)))
+        rows.append([name, _ranges(layers), kind, size, residency])
+    return rows
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """`0-3, 7`."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ", ".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)
 
 
 def _bytes(unit: Unit) -> int:

@@ -66,6 +66,19 @@ def test_host_memory_of_a_plan_for_the_cpu(tmp_path: Path) -> None:
     assert total(host_regions(manifest)).predicted_bytes == manifest.memory.peak_bytes
 
 
+def numbers(ranges: str) -> list[int]:
+    """Of `0-3, 7`."""
+    bounds = [part.split("-") for part in ranges.split(", ")]
+    return [n for bound in bounds for n in range(int(bound[0]), int(bound[-1]) + 1)]
+
+
+def test_every_unit_with_v(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["inspect", str(folder), "-v"]) == 0
+    text = capsys.readouterr().out
+    for unit in plan.load(folder).units:
+        assert re.search(rf"^{re.escape(unit.name)} .* {unit.residency}$", text, re.MULTILINE)
+
+
 def test_text_and_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     manifest = plan.load(folder)
     assert manifest.device is not None
@@ -81,9 +94,15 @@ def test_text_and_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert len(re.findall(r"^ *\d+\.\d\d MiB +\d+ ", text, re.MULTILINE)) == len(
         manifest.device.rungs
     )
-    caches = re.findall(r" kv-cache +(\d\S+ \w+) ", text)
-    assert len(caches) == 6
-    assert all(float(size.split()[0]) > 0 for size in caches)
+    caches = re.findall(
+        r"^(layer \* \w+) +([\d, -]+) +kv-cache +(\d\S+) \w+ +(v?ram)$", text, re.MULTILINE
+    )
+    assert {name for name, *_ in caches} == {"layer * attention"}, (
+        "one row for all layers of a place"
+    )
+    found = [layer for _, layers, *_ in caches for layer in numbers(layers)]
+    assert sorted(found) == list(range(6)), "every layer once"
+    assert all(float(size) > 0 for *_, size, _ in caches)
     document = inspected(capsys, folder)
     decode, prefill = document["choices"]
     rung = manifest.device.rungs[-1]
