@@ -44,7 +44,11 @@ def add(parsers: Any) -> argparse.ArgumentParser:
         help="with --chat: the system message; empty, it also keeps out the model's own",
     )
     parser.add_argument(
-        "-n", type=at_least(1), default=256, metavar="N", help="most new tokens (256)"
+        "-n",
+        type=_num_tokens,
+        metavar="N",
+        help="most new tokens, -1: until the text ends or the context is full (-1 with --chat, "
+        "else 256)",
     )
     parser.add_argument(
         "--temperature",
@@ -99,6 +103,10 @@ def add(parsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     traces.add_flag(parser)
     return parser
+
+
+def _num_tokens(text: str) -> int:
+    return -1 if text == "-1" else at_least(1)(text)
 
 
 def add_transfer_flags(parser: argparse.ArgumentParser) -> None:

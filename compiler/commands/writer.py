@@ -98,6 +98,8 @@ class Writer:
         self._plan = plan
         self._session = session
         self._trace = trace
+        most = args.n if args.n is not None else (-1 if args.chat else 256)
+        self._most_tokens = most if most > 0 else plan.context_length
         self._held: list[int] = []
         self._told: Prompt | None = None
         """The latest prompt with its answer."""
@@ -203,7 +205,7 @@ class Writer:
     def _finish(self, num_tokens: int) -> str:
         if self._stop:
             return "interrupted"
-        if num_tokens == self._args.n:
+        if num_tokens == self._most_tokens:
             return "length"
         return "context" if self.num_held >= self._plan.context_length else "stop"
 
@@ -236,7 +238,7 @@ class Writer:
         args = self._args
         tokens = self._session.generate(
             ids[kept:],
-            max_new_tokens=args.n,
+            max_new_tokens=self._most_tokens,
             temperature=args.temperature,
             top_k=args.top_k,
             top_p=args.top_p,

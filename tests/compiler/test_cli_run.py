@@ -53,6 +53,18 @@ def test_text_streams_and_speed_follows(
     assert plan.options == {"threads": None, "device": False, "verify": True, **dynamic}
 
 
+@pytest.mark.parametrize(
+    ("flags", "most"),
+    [((), 256), (("--chat",), CONTEXT), (("-n", "-1"), CONTEXT), (("--chat", "-n", "7"), 7)],
+)
+def test_most_new_tokens(plan: FakePlan, tmp_path: Path, flags: tuple[str, ...], most: int) -> None:
+    """Answers end by themselves; texts may never."""
+    assert run(tmp_path, "-p", "abc", *flags) == 0
+    (session,) = plan.sessions
+    (asked,) = [entry[2] for entry in session.log if entry[0] == "generate"]
+    assert asked["max_new_tokens"] == most
+
+
 def test_memory_of_the_gpu_is_told_where_there_is_any(
     plan: FakePlan, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
