@@ -20,14 +20,13 @@ from atsc.compiler.importers.onnx.canonical.rounds import (
     Node,
     NotEvaluable,
     Value,
-    constant_of,
     data_inputs,
     readers,
 )
 from atsc.compiler.ops.activation import apply_activation
 
 _KINDS = {"Erf": ("gelu",), "Tanh": ("gelu_tanh",), "Exp": ("sigmoid", "silu")}
-_STEPS = ("Add", "Mul", "Div", "Pow", "Sub", "Neg", "Reciprocal")
+_STEPS = ("Add", "Sum", "Mul", "Div", "Pow", "Sub", "Neg", "Reciprocal", "Identity")
 
 
 def rewrite_activations(editor: Editor) -> None:
@@ -35,18 +34,22 @@ def rewrite_activations(editor: Editor) -> None:
     for node in list(editor.graph):
         if node.domain or not editor.rounds.is_data(node.outputs[0]):
             continue
-        if node.op_type in _KINDS:
-            _rewrite(editor, node)
-        elif node.op_type in ("Max", "Clip"):
-            _rewrite_relu(editor, node)
+        try:
+            if node.op_type in _KINDS:
+                _rewrite(editor, node)
+            elif node.op_type in ("Max", "Clip"):
+                _rewrite_relu(editor, node)
+        except NotEvaluable:
+            continue
 
 
 def _rewrite_relu(editor: Editor, node: Node) -> None:
-    inputs = [value for value in node.inputs if value is not None]
-    (x, *others) = sorted(inputs, key=editor.rounds.is_data, reverse=True)
-    constants = [constant_of(other) for other in others]
+    rounds, inputs = editor.rounds, [value for value in node.inputs if value is not None]
+    (x, *others) = sorted(inputs, key=rounds.is_data, reverse=True)
     no_limit = node.op_type == "Max" or len(node.inputs) < 3 or node.inputs[2] is None
-    if no_limit and len(constants) == 1 and constants[0] is not None and not constants[0].any():
+    if not no_limit or len(others) != 1 or rounds.depends(others[0]) != "constant":
+        return
+    if not rounds.value(others[0], TYPICAL).any():
         name = f"{node.name or node.outputs[0].name}/relu"
         editor.replace(node.outputs[0], editor.node("Relu", [x], name)[0])
 

@@ -21,7 +21,7 @@ _OF_FLOATS = {
 }
 """Operators of the default domain whose results are floats, whatever they are made of."""
 _AS_FIRST = {
-    *("Add", "Sub", "Mul", "Div", "Pow", "Neg", "Abs", "Min", "Max", "Clip", "Relu"),
+    *("Add", "Sub", "Mul", "Div", "Pow", "Neg", "Abs", "Min", "Max", "Clip", "Relu", "Sum"),
     *("ReduceSum", "ReduceMax", "ScatterND", "ScatterElements", "TensorScatter"),
     *set(MOVEMENTS).difference({"Cast"}),
 }

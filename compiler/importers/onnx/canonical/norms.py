@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -149,15 +150,28 @@ def _other(editor: Editor, node: Node, value: Value) -> Value | None:
 def _normed(editor: Editor, value: Value, x: Value) -> tuple[Value, Array]:
     """What is divided, x or x in another order, and the constant row that it was multiplied by."""
     maker, one = value.producer(), np.ones(1, np.float32)
-    if maker is not None and maker.op_type == "Transpose" and maker.inputs[0] is x:
-        return value, one
-    if maker is not None and maker.op_type == "Mul" and x in maker.inputs:
-        for other in maker.inputs:
-            if other is not None and editor.rounds.depends(other) == "constant":
-                row = editor.rounds.value(other, SMALL[0])
-                if row.ndim and row.size == row.shape[-1]:
-                    return x, row.reshape(-1).astype(np.float32)
-    return x, one
+    source = None if maker is None or value is x else maker.inputs[0]
+    if maker is None or source is None:
+        return x, one
+    if maker.op_type == "Transpose":
+        inner, row = _normed(editor, source, x)
+        if source is x or inner is not x:
+            return value, row
+        (moved,) = editor.node("Transpose", [x], f"{value.name}/x", **_attributes(maker))
+        return moved, row
+    data = data_inputs(editor.rounds, maker)
+    rows = [v for v in maker.inputs if v is not None and editor.rounds.depends(v) == "constant"]
+    if maker.op_type != "Mul" or len(data) != 1 or len(rows) != 1:
+        return x, one
+    array = editor.rounds.value(rows[0], SMALL[0])
+    if not array.ndim or array.size != array.shape[-1]:
+        return x, one
+    inner, row = _normed(editor, data[0], x)
+    return inner, row * array.reshape(-1).astype(np.float32)
+
+
+def _attributes(node: Node) -> dict[str, Any]:
+    return {attribute.name: attribute.value for attribute in node.attributes.values()}
 
 
 def _epsilons(constants: list[Array], width: int) -> list[float]:

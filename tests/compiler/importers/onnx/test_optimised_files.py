@@ -149,6 +149,16 @@ MOVED: dict[str, tuple[type[Decoder], Spelling, list[Callable[[Path], object]]]]
         Spelling(order="parallel_two"),
         [after_session],
     ),
+    "weights of heads before a transpose": (
+        norms("weight first"),
+        Spelling(qk_norm="after", mask="boolean"),
+        [optimised],
+    ),
+    "GELU as the body of its function": (
+        Decoder,
+        Spelling(activation="gelu_erf", fused="heads"),
+        [optimised, lambda path: convert(path, keep_io_types=False), optimised],
+    ),
     "GELUs without names": (
         Decoder,
         Spelling(activation="gelu_tanh"),
