@@ -262,6 +262,34 @@ def test_a_quantised_network_is_equal_in_every_step(level: str) -> None:
     assert np.array_equal(plain, wanted[0])
 
 
+def test_weights_alone_become_constant_floats() -> None:
+    """Activations that are floats meet floats, made and packed when the plan is written."""
+    w, rng = Integers(), np.random.default_rng(3)
+    w.inputs["x"] = rng.standard_normal((5, 12)).astype(np.float32)
+    w.inputs["image"] = rng.standard_normal((1, 3, 8, 8)).astype(np.float32)
+
+    def weight(axis: int, *shape: int) -> str:
+        scale = w.constant(rng.uniform(0.01, 0.1, shape[axis]).astype(np.float32))
+        zero = w.constant(w.bytes("uint8", shape[axis : axis + 1]))
+        return w.op("DequantizeLinear", w.constant(w.bytes("uint8", shape)), scale, zero, axis=axis)
+
+    outputs = [
+        w.op("MatMul", "x", weight(1, 12, 40)),
+        w.op("Gemm", "x", weight(0, 33, 12), transB=1),
+        w.op("Conv", "image", weight(0, 6, 3, 3, 3)),
+    ]
+    model = w.model(outputs)
+    for info in model.graph.output:
+        info.type.tensor_type.elem_type = TensorProto.FLOAT
+    runner = GraphRunner(model)
+    assert sum("product.h" in h for h in headers(runner)) == 3
+    # Nothing but products, and the frame of the image.
+    assert len(runner.program.calls) <= 4
+    found = runner(w.inputs)
+    for name, wanted in zip(outputs, ReferenceEvaluator(model).run(None, w.inputs), strict=True):
+        np.testing.assert_allclose(found[name], wanted, rtol=1e-5, atol=1e-4)
+
+
 def headers(runner: GraphRunner) -> list[tuple[str, ...]]:
     return [call.kernel.headers for call in runner.program.calls]
 
