@@ -32,15 +32,28 @@ class Sampler {
   struct Candidate {
     float logit;
     int32_t token;
+    float weight;  // its probability to that of the most likely one
+  };
+  struct Scale {
+    float factor, least;  // logits below the largest one, times the factor; less than least: dropped
   };
 
   double draw();
+  void find_top_k(const float* logits, int32_t vocab_size, const Scale& scale);
   void keep_top_k();
-  void keep_top_p(float scale);
+  double weigh_all(const float* logits, int32_t vocab_size, const Scale& scale);
+  void find_nucleus(const float* logits, int32_t vocab_size, double total);
+  void keep_top_p(double total);
+  int32_t draw_candidate();
+  int32_t draw_any(double total);
+
+  static constexpr int32_t kBlock = 256;
 
   SamplingOptions options_;
   uint64_t state_ = 0;
   std::vector<Candidate> candidates_;
+  std::vector<float> weights_;  // of all tokens; the last block is filled up with zeros
+  std::vector<double> sums_;    // of blocks of them
   float largest_ = 0;
 };
 
