@@ -7,10 +7,11 @@
 
 namespace atsc::graph {
 
-// One row of a frame whose elements are quads: the same pixel of four channels. Null rows are above or below the image; `channels` of the four exist.
-static inline void quad_row(uint8_t* to, const uint8_t* row, int64_t channels, int64_t channel_stride,
-                            int64_t size, int64_t before, int64_t stride, int64_t phases,
-                            int64_t width, uint8_t outside, uint8_t flip) {
+// One row of a frame whose elements are quads: the same pixel of four channels. Null rows are above or
+// below the image; `channels` of the four exist; `flip` as in product_i8.h.
+static inline void quad_row(uint8_t* to, const uint8_t* row, int64_t channels,
+                            int64_t channel_stride, int64_t size, int64_t before, int64_t stride,
+                            int64_t phases, int64_t width, uint8_t outside, uint8_t flip) {
   for (int64_t phase = 0; phase < phases; ++phase, to += 4 * width) {
     const int64_t shift = phase - before;
     int64_t begin = shift >= 0 ? 0 : (-shift + stride - 1) / stride;
