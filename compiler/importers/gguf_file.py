@@ -102,7 +102,7 @@ class _Reader(GGUFReader):  # type: ignore[misc]  # gguf-py has no types
     """
 
     def _get(
-        self, offset: int, dtype: Any, count: int = 1, override_order: str | None = None
+        self, offset: int, dtype: Any, count: int = 1, override_order: Any = None
     ) -> NDArray[Any]:
         if "_plain" not in self.__dict__:
             self._plain = np.asarray(self.data)
