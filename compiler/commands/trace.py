@@ -42,7 +42,7 @@ def add_flag(parser: argparse.ArgumentParser) -> None:
 
 @contextlib.contextmanager
 def tracing(path: Path | None) -> Iterator[Trace | None]:
-    """The trace to write, if any; a failure of the work that is traced leaves no file.
+    """The trace to write, if any; a failure of what is traced leaves no file, Ctrl-C what there is.
 
     Raises:
         UsageError: the file cannot be written.
@@ -58,13 +58,19 @@ def tracing(path: Path | None) -> Iterator[Trace | None]:
     try:
         with open(descriptor, "w", encoding="utf-8") as file:
             trace = Trace(file, path)
-            yield trace
+            interrupt = None
+            try:
+                yield trace
+            except KeyboardInterrupt as error:
+                interrupt = error
             trace.end()
         with _failures_of(path):
             umask = os.umask(0)
             os.umask(umask)
             temporary.chmod(0o666 & ~umask)  # such files begin as the user's alone
             temporary.replace(path)
+        if interrupt:
+            raise interrupt
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -175,8 +175,8 @@ class Writer:
                 raise
         finally:
             self._held = [*ids, *tokens][: self._session.position]
-        if self._trace:
-            self._trace.collect(self._session)
+            if self._trace:
+                self._trace.collect(self._session)
         self._print(pieces, stream.flush())
         self._tell_changes(begin_ns)
         if not tokens:

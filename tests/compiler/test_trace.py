@@ -16,6 +16,7 @@ from tiny_model import CHUNK
 
 from atsc.compiler import cli
 from atsc.compiler import plan as manifests
+from atsc.runtime.tokenizer import TextStream
 
 pytestmark = pytest.mark.toolchain
 
@@ -159,3 +160,22 @@ def test_what_cannot_be_written(
     old.write_text("kept")
     assert cli.main(["run", str(cpu_plan), "-p", "a" * 200, "--trace", str(old)]) == 2
     assert old.read_text() == "kept" and list(tmp_path.iterdir()) == [old]
+
+
+def test_ctrl_c_keeps_the_rounds_until_then(
+    cpu_plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of the text."""
+    push, pieces = TextStream.push, iter(range(3))
+
+    def interrupted(self: TextStream, token: int) -> str:
+        if next(pieces, None) is None:
+            raise KeyboardInterrupt
+        return push(self, token)
+
+    monkeypatch.setattr(TextStream, "push", interrupted)
+    path = tmp_path / "t.json"
+    assert cli.main(["run", str(cpu_plan), "-p", "abc", "-n", "20", "--trace", str(path)]) == 130
+    assert list(tmp_path.iterdir()) == [path]
+    rows: list[Row] = json.loads(path.read_text("utf-8"))["traceEvents"]
+    assert [one["name"] for one in assert_sound(rows)] == ["prefill 3 tokens", *["decode"] * 3]
