@@ -154,7 +154,7 @@ def test_inspect(atsc: Atsc, folder: Path) -> None:
     text = atsc("inspect", folder).out
     for expected in ("tïny", "layer 0 · qkv", "int4b32", "KV cache, 1 x 256 tokens", "13.00 KiB"):
         assert expected in text
-    assert re.search(r"^layer 0 · qkv +1 +int4b32 ", text, re.MULTILINE)
+    assert re.search(r"^layer 0 · qkv +int4b32 ", text, re.MULTILINE)
     told = atsc("inspect", folder, "-v").out
     assert re.search(r"^layer 0 · qkv +1: layer 0 · qkv +int4b32 ", told, re.MULTILINE)
     document = atsc("inspect", folder, "--json").document
