@@ -25,6 +25,13 @@ constexpr double kUnsure = 1.1;
 
 bool is_late(const Drifts& now) { return now.wake > kLateWake; }
 
+// A device that nobody else presses waits for copies without yielding it.
+Speeds speeds_of(const LoadMonitor& monitor) {
+  Speeds speeds = monitor.speeds();
+  if (!is_late(monitor.drifts())) speeds.wake = 1;
+  return speeds;
+}
+
 bool is_other_wake(double one, double other) {
   return std::max(one / other, other / one) > kOtherWake;
 }
@@ -96,7 +103,7 @@ TransferPolicy::Adopted& TransferPolicy::find_or_choose(const RoundShape& shape)
   if (chooses_) {
     const LoadMonitor& monitor = monitors_[static_cast<size_t>(class_of(shape))];
     made.assumed = monitor.drifts();
-    const Question question{shape,       made.version, made.choice, false, monitor.speeds(),
+    const Question question{shape,       made.version, made.choice, false, speeds_of(monitor),
                             made.assumed, "the plan's own times"};
     const int64_t begin_ns = platform::now_ns();
     Answer answer = decide(question, scheduler_);
@@ -205,7 +212,7 @@ std::optional<TransferPolicy::Question> TransferPolicy::due(const RoundShape& sh
     return std::nullopt;
   }
   const bool may_stay = has_retreated && adopted.rounds_in_time < adopted.rounds_to_return;
-  Speeds speeds = monitor.speeds();
+  Speeds speeds = speeds_of(monitor);
   if (may_stay) {
     speeds.hand_off = std::max(speeds.hand_off, adopted.late_hand_off);
     speeds.wake = std::max(speeds.wake, adopted.late_wake);
