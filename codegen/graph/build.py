@@ -153,7 +153,7 @@ def tile_units(kernels: Iterable[TailKernel], flags: tuple[str, ...] = ()) -> li
         for tile in sorted(called)
         for unit in _at_levels(
             f"graph_{tile.removesuffix('.h')}",
-            "".join(map(header_text, ("level.h", tile))),
+            "".join(map(header_text, ("level.h", "tile_strips.h", tile))),
             flags,
             FLOAT_LEVELS if tile == "tile_f32.h" else tuple(LEVELS),
         )

@@ -13,7 +13,10 @@ from atsc.compiler.dims import Dim, product
 
 _GEMM_ROWS, _GEMM_COLUMNS = 96, 64  # kTileRows, kTileColumns of templates/graph/gemm.h
 _GEMM_WORKSPACE_ELEMENTS = 96 * 256 + 256 * 64 + 96 * 64
-_OWN_FILE = ("#pragma once", '#include "scalar.h"', '#include "level.h"')
+_OWN_FILE = (
+    "#pragma once",
+    *(f'#include "{name}"' for name in ("scalar.h", "level.h", "tile_strips.h")),
+)
 
 
 @dataclass(frozen=True, slots=True)

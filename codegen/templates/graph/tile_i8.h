@@ -5,7 +5,7 @@
 // neighbours of it: a is row-major with rows `stride` bytes apart, b is packed
 // [quads][kTileColumns][4], c is [rows][kTileColumns]; b and c are 64-byte aligned. Without VNNI
 // bytes are widened to 16 bits, since the byte products of AVX2 saturate; a column then is two lanes
-// until the end. Strips and columns as in tile_f32.h.
+// until the end. With `columns` of at most half a tile only that half of c is written.
 #pragma once
 
 #include <immintrin.h>
@@ -13,6 +13,7 @@
 #include <cstdint>
 
 #include "level.h"
+#include "tile_strips.h"
 
 namespace atsc::graph {
 namespace ATSC_LEVEL(tile_i8) {
@@ -24,86 +25,86 @@ static inline int32_t quad_at(const uint8_t* x) {
 }
 
 #ifdef __AVX512F__
-using Vector = __m512i;
-constexpr int kStrip = 14;
-static inline Vector zero() { return _mm512_setzero_si512(); }
+using Register = __m512i;
+constexpr int kRows = 14;
+static inline Register no_sums() { return _mm512_setzero_si512(); }
 #else
-using Vector = __m256i;
-constexpr int kStrip = 6;
-static inline Vector zero() { return _mm256_setzero_si256(); }
+using Register = __m256i;
+constexpr int kRows = 6;
+static inline Register no_sums() { return _mm256_setzero_si256(); }
 #endif
 
 #if defined(__AVX512VNNI__)
-constexpr int kWidth = 16;
+constexpr int kColumns = 16;
 template <bool kSigned>
-static inline Vector left_of(const uint8_t* x) { return _mm512_set1_epi32(quad_at(x)); }
+static inline Register left_of(const uint8_t* x) { return _mm512_set1_epi32(quad_at(x)); }
 template <bool kSigned>
-static inline Vector right_of(const uint8_t* x) { return _mm512_load_si512(x); }
+static inline Register right_of(const uint8_t* x) { return _mm512_load_si512(x); }
 template <bool kSignedLeft>
-static inline Vector dot(Vector a, Vector b, Vector c) {
+static inline Register dot_of(Register a, Register b, Register c) {
   return kSignedLeft ? _mm512_dpbusd_epi32(c, b, a) : _mm512_dpbusd_epi32(c, a, b);
 }
-static inline void store(int32_t* x, Vector v, bool adds) {
+static inline void store_sums(int32_t* x, Register v, bool adds) {
   _mm512_store_si512(x, adds ? _mm512_add_epi32(v, _mm512_load_si512(x)) : v);
 }
 #elif defined(__AVX512F__)
-constexpr int kWidth = 8;
+constexpr int kColumns = 8;
 template <bool kSigned>
-static inline Vector widened(__m256i x) {
+static inline Register widened(__m256i x) {
   return kSigned ? _mm512_cvtepi8_epi16(x) : _mm512_cvtepu8_epi16(x);
 }
 template <bool kSigned>
-static inline Vector left_of(const uint8_t* x) {
+static inline Register left_of(const uint8_t* x) {
   return widened<kSigned>(_mm256_set1_epi32(quad_at(x)));
 }
 template <bool kSigned>
-static inline Vector right_of(const uint8_t* x) {
+static inline Register right_of(const uint8_t* x) {
   return widened<kSigned>(_mm256_load_si256(reinterpret_cast<const __m256i*>(x)));
 }
 template <bool kSignedLeft>
-static inline Vector dot(Vector a, Vector b, Vector c) {
+static inline Register dot_of(Register a, Register b, Register c) {
   return _mm512_add_epi32(c, _mm512_madd_epi16(a, b));
 }
-static inline void store(int32_t* x, Vector v, bool adds) {
+static inline void store_sums(int32_t* x, Register v, bool adds) {
   const __m256i sums = _mm512_cvtepi64_epi32(_mm512_add_epi32(v, _mm512_srli_epi64(v, 32)));
   __m256i* const to = reinterpret_cast<__m256i*>(x);
   _mm256_store_si256(to, adds ? _mm256_add_epi32(sums, _mm256_load_si256(to)) : sums);
 }
 #elif defined(__AVXVNNI__)
-constexpr int kWidth = 8;
+constexpr int kColumns = 8;
 template <bool kSigned>
-static inline Vector left_of(const uint8_t* x) { return _mm256_set1_epi32(quad_at(x)); }
+static inline Register left_of(const uint8_t* x) { return _mm256_set1_epi32(quad_at(x)); }
 template <bool kSigned>
-static inline Vector right_of(const uint8_t* x) {
+static inline Register right_of(const uint8_t* x) {
   return _mm256_load_si256(reinterpret_cast<const __m256i*>(x));
 }
 template <bool kSignedLeft>
-static inline Vector dot(Vector a, Vector b, Vector c) {
+static inline Register dot_of(Register a, Register b, Register c) {
   return kSignedLeft ? _mm256_dpbusd_avx_epi32(c, b, a) : _mm256_dpbusd_avx_epi32(c, a, b);
 }
-static inline void store(int32_t* x, Vector v, bool adds) {
+static inline void store_sums(int32_t* x, Register v, bool adds) {
   __m256i* const to = reinterpret_cast<__m256i*>(x);
   _mm256_store_si256(to, adds ? _mm256_add_epi32(v, _mm256_load_si256(to)) : v);
 }
 #else
-constexpr int kWidth = 4;
+constexpr int kColumns = 4;
 template <bool kSigned>
-static inline Vector widened(__m128i x) {
+static inline Register widened(__m128i x) {
   return kSigned ? _mm256_cvtepi8_epi16(x) : _mm256_cvtepu8_epi16(x);
 }
 template <bool kSigned>
-static inline Vector left_of(const uint8_t* x) {
+static inline Register left_of(const uint8_t* x) {
   return widened<kSigned>(_mm_set1_epi32(quad_at(x)));
 }
 template <bool kSigned>
-static inline Vector right_of(const uint8_t* x) {
+static inline Register right_of(const uint8_t* x) {
   return widened<kSigned>(_mm_load_si128(reinterpret_cast<const __m128i*>(x)));
 }
 template <bool kSignedLeft>
-static inline Vector dot(Vector a, Vector b, Vector c) {
+static inline Register dot_of(Register a, Register b, Register c) {
   return _mm256_add_epi32(c, _mm256_madd_epi16(a, b));
 }
-static inline void store(int32_t* x, Vector v, bool adds) {
+static inline void store_sums(int32_t* x, Register v, bool adds) {
   const __m256i pairs = _mm256_add_epi32(v, _mm256_srli_epi64(v, 32));
   const __m256i order = _mm256_setr_epi32(0, 2, 4, 6, 0, 2, 4, 6);
   const __m128i sums = _mm256_castsi256_si128(_mm256_permutevar8x32_epi32(pairs, order));
@@ -112,78 +113,26 @@ static inline void store(int32_t* x, Vector v, bool adds) {
 }
 #endif
 
-// A pointer serves three rows, by the addresses p, p + stride and p + 2 stride.
-template <bool kSignedLeft, int kRows, int kVectors>
-static void strip(int64_t quads, const uint8_t* a, int64_t stride, const uint8_t* b, int32_t* c,
-                  bool adds) {
-  constexpr int kPointers = (kRows + 2) / 3;
-  Vector sum[kRows][kVectors];
-  const uint8_t* row[kPointers];
-#pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 2
-    for (int v = 0; v < kVectors; ++v) sum[r][v] = zero();
-  }
-#pragma GCC unroll 8
-  for (int p = 0; p < kPointers; ++p) row[p] = a + 3 * p * stride;
-  for (int64_t k = 0; k < quads; ++k, b += 4 * kTileColumns) {
-    Vector right[kVectors];
-#pragma GCC unroll 2
-    for (int v = 0; v < kVectors; ++v) right[v] = right_of<!kSignedLeft>(b + 4 * v * kWidth);
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
-      const Vector left = left_of<kSignedLeft>(row[r / 3] + r % 3 * stride);
-#pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) sum[r][v] = dot<kSignedLeft>(left, right[v], sum[r][v]);
-    }
-#pragma GCC unroll 8
-    for (int p = 0; p < kPointers; ++p) row[p] += 4;
-  }
-#pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 2
-    for (int v = 0; v < kVectors; ++v) store(c + r * kTileColumns + v * kWidth, sum[r][v], adds);
-  }
-}
-
-template <bool kSignedLeft, int kRows, int kVectors>
-static void strip_of(int64_t rows, int64_t quads, const uint8_t* a, int64_t stride,
-                     const uint8_t* b, int32_t* c, bool adds) {
-  if constexpr (kRows > 1) {
-    if (rows < kRows) {
-      return strip_of<kSignedLeft, kRows - 1, kVectors>(rows, quads, a, stride, b, c, adds);
-    }
-  }
-  strip<kSignedLeft, kRows, kVectors>(quads, a, stride, b, c, adds);
-}
-
-template <bool kSignedLeft, int kVectors>
-static void strips(int64_t rows, int64_t quads, const uint8_t* a, int64_t stride, const uint8_t* b,
-                   int32_t* c, bool adds) {
-  int64_t left = (rows + kStrip - 1) / kStrip;
-  while (rows > 0) {
-    const int64_t now = (rows + left - 1) / left;
-    strip_of<kSignedLeft, kStrip, kVectors>(now, quads, a, stride, b, c, adds);
-    a += now * stride;
-    c += now * kTileColumns;
-    rows -= now;
-    --left;
-  }
-}
+template <bool kSignedLeft>
+struct Bytes {
+  using Element = uint8_t;
+  using Sum = int32_t;
+  using Vector = Register;
+  static constexpr int kWidth = kColumns, kStrip = kRows, kStep = 4;
+  static Vector zero() { return no_sums(); }
+  static Vector left(const uint8_t* x) { return left_of<kSignedLeft>(x); }
+  static Vector right(const uint8_t* x) { return right_of<!kSignedLeft>(x); }
+  static Vector dot(Vector a, Vector b, Vector c) { return dot_of<kSignedLeft>(a, b, c); }
+  static void store(int32_t* x, Vector v, bool adds) { store_sums(x, v, adds); }
+};
 
 template <bool kSignedLeft>
 static void tile(int64_t rows, int64_t columns, int64_t quads, const void* a, int64_t stride,
                  const void* b, int32_t* c, bool adds) {
   const auto* const left = static_cast<const uint8_t*>(a);
   const auto* const right = static_cast<const uint8_t*>(b);
-  constexpr int64_t kColumns = 2 * kWidth;
-  for (int64_t first = 0; first < columns; first += kColumns) {
-    if (columns - first <= kWidth) {
-      strips<kSignedLeft, 1>(rows, quads, left, stride, right + 4 * first, c + first, adds);
-    } else {
-      strips<kSignedLeft, 2>(rows, quads, left, stride, right + 4 * first, c + first, adds);
-    }
-  }
+  ATSC_LEVEL(tile_strips)::tile<Bytes<kSignedLeft>>(rows, columns, quads, left, stride, right, c,
+                                                    adds);
 }
 
 }  // namespace ATSC_LEVEL(tile_i8)
