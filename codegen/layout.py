@@ -114,7 +114,7 @@ def store(weight: Weight, tiled: bool, may_round: bool = False) -> StoredWeight:
     scales = read_f32(weight.parts["scales"])
     is_short = _fits_f16(scales) or (may_round and _is_near_f16(scales))
     scale_dtype = DType.F16 if is_short else DType.F32
-    zero_kind = _zero_kind(weight, may_round and is_short)
+    zero_kind = _zero_kind(weight, scales, may_round and is_short)
     parts = [
         Part("codes", rows * align(width, Q8_BLOCK) * fmt.bits // 8),
         Part("scales", rows * blocks * (2 if scale_dtype is DType.F16 else 4)),
@@ -207,7 +207,7 @@ def _tile_zeros(stored: StoredWeight, rows: slice) -> NDArray[np.generic]:
     assert isinstance(weight.format, BlockFormat)
     if stored.zero_kind == "u8":
         return _tile_blocks(points.read()[rows], weight.format, weight.shape[1])
-    offsets = _offsets(weight, stored.scale_dtype is DType.F16, rows)
+    offsets = _offsets(stored, rows)
     if stored.zero_kind == "f16":
         offsets = offsets.astype(np.float16)
     return _tile_blocks(offsets, weight.format, weight.shape[1])
@@ -222,33 +222,36 @@ _TILERS = {
 
 
 def _fits_f16(values: NDArray[np.float32]) -> bool:
-    with np.errstate(over="ignore"):
-        return bool(np.array_equal(values.astype(np.float16).astype(np.float32), values))
+    return bool(np.array_equal(_through_f16(values), values))
 
 
 def _is_near_f16(scales: NDArray[np.float32]) -> bool:
     """Whether rounding keeps 11 bits, at least of scales above a 256th of the largest one."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        lost = np.abs(scales.astype(np.float16).astype(np.float32) - scales)
+    with np.errstate(invalid="ignore"):
+        lost = np.abs(_through_f16(scales) - scales)
         largest = np.abs(scales).max(initial=0)
         return bool((lost <= np.maximum(np.abs(scales), largest / 256) * 2.0**-11).all())
 
 
-def _offsets(
-    weight: Weight, has_f16_scales: bool, rows: slice = slice(None)
-) -> NDArray[np.float32]:
+def _offsets(stored: StoredWeight, rows: slice) -> NDArray[np.float32]:
     """What float zero points add to scale * code, with the scales as they are stored."""
+    weight = stored.weight
     assert isinstance(weight.format, BlockFormat)
     scales, points = weight.parts["scales"], weight.parts["zero_points"]
     scale = to_f32(scales.read()[rows], scales.dtype)
-    if has_f16_scales:
-        scale = scale.astype(np.float16).astype(np.float32)
+    if stored.scale_dtype is DType.F16:
+        scale = _through_f16(scale)
     centre = np.float32(128 if weight.format.bits == 8 else 0)
     offsets: NDArray[np.float32] = scale * (centre - to_f32(points.read()[rows], points.dtype))
     return offsets
 
 
-def _zero_kind(weight: Weight, may_round: bool) -> ZeroKind:
+def _through_f16(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    with np.errstate(over="ignore", invalid="ignore"):
+        return values.astype(np.float16).astype(np.float32)
+
+
+def _zero_kind(weight: Weight, scale: NDArray[np.float32], may_round: bool) -> ZeroKind:
     """Float zero points become f16 offsets where dividing by the scale gives them back exactly.
 
     A Q4_1 block stores its minimum m as fp16, and conversion writes the zero point as -m / scale.
@@ -263,14 +266,13 @@ def _zero_kind(weight: Weight, may_round: bool) -> ZeroKind:
         return "u8"
     if weight.format.bits == 8:
         return "f32"
-    scale, zero = read_f32(weight.parts["scales"]), read_f32(points)
+    zero = read_f32(points)
     with np.errstate(all="ignore"):
-        offsets = (-scale * zero).astype(np.float16).astype(np.float32)
+        offsets = _through_f16(-scale * zero)
         exact = np.where(scale != 0, -offsets / scale == zero, zero == 0)
         if may_round:
-            wanted = _offsets(weight, has_f16_scales=True)
-            lost = np.abs(wanted.astype(np.float16).astype(np.float32) - wanted)
-            exact |= lost <= np.abs(scale) / 128
+            wanted = -_through_f16(scale) * zero
+            exact |= np.abs(_through_f16(wanted) - wanted) <= np.abs(scale) / 128
     return "f16" if bool(exact.all()) else "f32"
 
 
