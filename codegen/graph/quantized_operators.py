@@ -18,7 +18,7 @@ from atsc.codegen.graph import convolution, moves, reduce
 from atsc.codegen.graph.convolution import integer_convolution, of_first, windows_of
 from atsc.codegen.graph.elementwise import cast, elementwise
 from atsc.codegen.graph.integers import BYTES
-from atsc.codegen.graph.linear import integer_product, without_dimensions
+from atsc.codegen.graph.linear import integer_product, without_dimensions, without_zero_point
 from atsc.codegen.graph.lower import Lowering, RefusedError, Rule
 from atsc.codegen.graph.moves import reshaped, transposed, unsqueezed
 from atsc.codegen.graph.quantized import saturated
@@ -65,11 +65,8 @@ def _centred(g: Lowering, x: Tensor, zero: Tensor | None) -> Tensor:
     """8-bit integers less their zero point, as floats."""
     if x.dtype not in BYTES:
         raise RefusedError(f"an operand of {x.dtype}, supported: {', '.join(BYTES)}")
-    whole = cast(g, x, "int32")
-    if zero is not None:
-        offset = cast(g, _whole(g, zero, "zero point"), "int32")
-        whole = elementwise(g, [whole, offset], "int32", lambda a, b: f"{a} - {b}")
-    return cast(g, whole, "float32")
+    zero = None if zero is None else _whole(g, zero, "zero point")
+    return cast(g, without_zero_point(g, x, zero, False), "float32")
 
 
 def _floats(g: Lowering, x: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from atsc.compiler.errors import ModelError, UsageError
-from atsc.compiler.importers.converted import is_gguf
+from atsc.compiler.importers.converted import begins_with, is_gguf
 
 _CHECKPOINTS = (".safetensors", ".bin", ".pt", ".pth")
 _POINTER_MAGIC = b"version https://git-lfs"
@@ -68,18 +68,13 @@ def _refuse_folder(folder: Path) -> None:
 
 
 def _refuse_pointer(file: Path) -> None:
-    if _begins_with(file, _POINTER_MAGIC):
+    if begins_with(file, _POINTER_MAGIC):
         raise ModelError(f"{file}: a Git LFS pointer in place of the file; fetch it: git lfs pull")
 
 
 def _files(folder: Path, suffix: str) -> list[Path]:
     found = (path for path in folder.iterdir() if path.suffix.lower() == suffix)
     return sorted(path for path in found if path.is_file())
-
-
-def _begins_with(file: Path, magic: bytes) -> bool:
-    with file.open("rb") as stream:
-        return stream.read(len(magic)) == magic
 
 
 def _export(folder: Path) -> str:

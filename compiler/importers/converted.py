@@ -19,10 +19,13 @@ _MAGIC = b"GGUF"
 
 def is_gguf(model: Path) -> bool:
     """By name, or by content: stores of models name files by their hashes."""
-    if not model.is_file():
-        return False
-    with model.open("rb") as stream:
-        return model.suffix.lower() == ".gguf" or stream.read(len(_MAGIC)) == _MAGIC
+    return model.is_file() and (model.suffix.lower() == ".gguf" or begins_with(model, _MAGIC))
+
+
+def begins_with(file: Path, magic: bytes) -> bool:
+    """Whether these are the first bytes of a file."""
+    with file.open("rb") as stream:
+        return stream.read(len(magic)) == magic
 
 
 @contextlib.contextmanager
