@@ -14,11 +14,7 @@ static inline void quad_row(uint8_t* to, const uint8_t* row, int64_t channels,
                             int64_t phases, int64_t width, uint8_t outside, uint8_t flip) {
   for (int64_t phase = 0; phase < phases; ++phase, to += 4 * width) {
     const int64_t shift = phase - before;
-    int64_t begin = shift >= 0 ? 0 : (-shift + stride - 1) / stride;
-    int64_t end = size > shift ? (size - shift + stride - 1) / stride : 0;
-    if (row == nullptr) end = 0;
-    end = least(end, width);
-    begin = least(begin, width);
+    const auto [begin, end] = columns_inside(row == nullptr ? 0 : size, stride, shift, width);
     for (int64_t x = 0; x < 4 * begin; ++x) to[x] = outside;
     if (begin < end) {
       // Channels that are missing meet weights of 0.

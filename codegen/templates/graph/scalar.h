@@ -11,6 +11,16 @@ namespace atsc::graph {
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
+// Of columns x, which are an image's x * stride + shift, those that it has; none if end <= begin.
+struct Columns {
+  int64_t begin, end;
+};
+static inline Columns columns_inside(int64_t size, int64_t stride, int64_t shift, int64_t width) {
+  const int64_t begin = shift >= 0 ? 0 : (-shift + stride - 1) / stride;
+  const int64_t end = size > shift ? (size - shift + stride - 1) / stride : 0;
+  return {least(begin, width), least(end, width)};
+}
+
 template <class To, class From>
 static inline To bits(From value) {
   static_assert(sizeof(To) == sizeof(From));

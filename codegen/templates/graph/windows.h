@@ -18,13 +18,8 @@ template <class T>
 static inline void frame_row(float* to, const T* row, int64_t size, int64_t before, int64_t stride,
                              int64_t phases, int64_t width, float outside, float zero) {
   for (int64_t phase = 0; phase < phases; ++phase, to += width) {
-    // Column x is the image's x * stride + shift.
     const int64_t shift = phase - before;
-    int64_t begin = shift >= 0 ? 0 : (-shift + stride - 1) / stride;
-    int64_t end = size > shift ? (size - shift + stride - 1) / stride : 0;
-    if (row == nullptr) end = 0;
-    end = least(end, width);
-    begin = least(begin, width);
+    const auto [begin, end] = columns_inside(row == nullptr ? 0 : size, stride, shift, width);
     for (int64_t x = 0; x < begin; ++x) to[x] = outside;
     if (stride == 1) {
       for (int64_t x = begin; x < end; ++x) to[x] = static_cast<float>(row[x + shift]) - zero;
