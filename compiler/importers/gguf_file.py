@@ -98,7 +98,7 @@ def _check_part(part: Metadata, first: Metadata, path: Path) -> None:
 
 class _Reader(GGUFReader):  # type: ignore[misc]  # gguf-py has no types
     """Slices a plain array: a slice of the map itself costs microseconds, and a vocabulary takes a
-    million (Gemma 3: 11 s, and 2.6 so).
+    million (Gemma 3: 11 s, and 3 so).
     """
 
     def _get(
