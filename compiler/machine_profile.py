@@ -135,6 +135,6 @@ def _measured(b: Compilation, timer: MeasuredTimer) -> Target:
         vram_read_bytes_per_s=vram,
         gpu_ops_per_s=gpu_ops,
         h2d_bytes_per_s=link["to_device_bytes_per_s"],
-        hand_off_ns=max(link["hand_off_to_device_ns"], link["hand_off_to_host_ns"]),
+        hand_off_ns=(link["hand_off_to_device_ns"] + link["hand_off_to_host_ns"]) / 2,
         gpu_context_bytes=fixed.context,
     )

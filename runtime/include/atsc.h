@@ -144,7 +144,7 @@ typedef struct atsc_link_profile {
   size_t struct_size;
   double to_device_bytes_per_s; /* from pinned memory */
   double to_host_bytes_per_s;
-  double hand_off_to_device_ns; /* latency of activations that cross in a decode round */
+  double hand_off_to_device_ns; /* latency of activations that cross while weights are copied */
   double hand_off_to_host_ns;
   double to_device_beside_cpu_bytes_per_s; /* while the CPU computes */
   double cpu_slowdown;          /* its time beside such copies to its time alone */

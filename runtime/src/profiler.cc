@@ -18,6 +18,7 @@ constexpr uint64_t kLinkBytes = 64ull << 20;
 constexpr uint64_t kCopiedBytes = 8 * kLinkBytes, kReadBytes = 2ull << 30;
 constexpr uint64_t kHandOffBytes = 16 << 10;
 constexpr int kNumHandOffs = 200;
+constexpr double kSlowHandOffNs = 50e3;  // there and back, beside copies
 constexpr int kTurns = 4;
 constexpr int64_t kWarmUpNs = 50'000'000;
 constexpr uint64_t kMostFilled = 4 << 20;  // of a cache on the device at a time
@@ -379,7 +380,7 @@ LinkProfile Profiler::link() {
   }
   profile.to_device_bytes_per_s = copy_rate(true, bytes);
   profile.to_host_bytes_per_s = copy_rate(false, bytes);
-  measure_hand_offs(profile);
+  measure_hand_offs(profile, bytes);
   measure_beside_cpu(profile, bytes);
   return profile;
 }
@@ -401,17 +402,25 @@ double Profiler::copy_rate(bool to_device, uint64_t bytes) {
   return static_cast<double>(bytes) / static_cast<double>(std::max<int64_t>(1, ns)) * 1e9;
 }
 
-// There and back, many times in one round. Between the two stamps lie both payloads, of which each
-// direction gets half; so the directions add up to what the host measures, whatever the clocks say.
-void Profiler::measure_hand_offs(LinkProfile& profile) {
+// There and back, many times in one round, while weights are copied, as in a decode round: what crosses
+// waits behind them. Between the two stamps lie both payloads, of which each direction gets half; so the
+// directions add up to what the host measures, whatever the clocks say.
+void Profiler::measure_hand_offs(LinkProfile& profile, uint64_t bytes) {
   const DeviceRange there = device().allocate(kHandOffBytes, "a hand-off's measurement");
   const HostRange here = device().allocate_host(2 * kHandOffBytes, "a hand-off's measurement");
+  const DeviceRange copied = device().allocate(bytes, "a link's measurement");
+  const HostRange weights = device().allocate_host(bytes, "a link's measurement");
   CommandList list;
   for (int i = 0; i < kNumHandOffs; ++i) {
     const auto value = static_cast<uint32_t>(i + 1);
     list.receive(Branch::kCompute, there.address(), here.address(), kHandOffBytes, 0, value, 2 * i);
     list.send(Branch::kCompute, here.address() + kHandOffBytes, there.address(), kHandOffBytes, 1,
               value, 2 * i + 1);
+  }
+  const double copy_ns = static_cast<double>(bytes) / profile.to_device_bytes_per_s * 1e9;
+  const auto num_copies = static_cast<int>(kNumHandOffs * kSlowHandOffNs / copy_ns) + 1;
+  for (int i = 0; i < num_copies; ++i) {
+    list.copy_to_device(Branch::kCopy, copied.address(), weights.host(), bytes);
   }
   const auto executable = device().build(list, BuildMode::kGraph);
   const int64_t offset = device().clock_offset_ns();

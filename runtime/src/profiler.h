@@ -61,7 +61,7 @@ class Profiler {
   void upload(const DeviceWork& work, int64_t position);
   void record_copy(CommandList& list, const DeviceWork& work, int copy) const;
   double copy_rate(bool to_device, uint64_t bytes);
-  void measure_hand_offs(LinkProfile& profile);
+  void measure_hand_offs(LinkProfile& profile, uint64_t bytes);
   void measure_beside_cpu(LinkProfile& profile, uint64_t bytes);
 
   const Plan& plan_;

@@ -16,7 +16,7 @@ constexpr int kRoundsToConfirm = 20;
 // The first steps of a process touch memory and wake clocks: they say little, also to compare with.
 constexpr int kFirstSteps = 10;
 constexpr int kRoundsToWait = 8;  // a drift takes four to follow
-// 50 us and more: no clock is so wrong, and another program's time slice takes longer.
+// 100 us and more: no clock is so wrong, and another program's time slice takes longer.
 constexpr double kLateWake = 10;
 constexpr double kOtherWake = 2;  // by time slices it varies much
 // Beside another program predictions are worth less, and a retreat does with less of what it has: it may
