@@ -84,6 +84,9 @@ def summary(events: Sequence[Record]) -> Record:
         inside = [e for e in events if e["cat"] != "round" and overlap_of([span(e)], mine) > 0]
         whole = sum(end - begin for begin, end in mine)
         computing = united(span(e) for e in inside if e["cat"] in ("cpu", "device"))
+        running, waiting = (
+            united(span(e) for e in inside if e["cat"] == cat) for cat in ("device", "device wait")
+        )
         copies = [e for e in inside if e["cat"] == "copy"]
         copying = sum(e["dur"] for e in copies)
         busy = {cat: sum(e["dur"] for e in inside if e["cat"] == cat) for cat in CATEGORIES}
@@ -92,7 +95,7 @@ def summary(events: Sequence[Record]) -> Record:
             "events": {cat: sum(e["cat"] == cat for e in inside) for cat in CATEGORIES},
             "round_us": whole / len(mine),
             "cpu_busy": busy["cpu"] / whole,
-            "gpu_busy": (busy["device"] - busy["device wait"]) / whole,
+            "gpu_busy": (busy["device"] - overlap_of(running, waiting)) / whole,
             "copy_busy": copying / whole,
             "copies_beside_computing": (
                 overlap_of(united(map(span, copies)), computing) / copying if copying else None

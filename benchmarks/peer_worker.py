@@ -55,7 +55,7 @@ class Atsc:
         self._session.prefill(ids)
 
     def decode(self, token: int) -> None:
-        self._session.decode(token)
+        self._session.decode(token, copy=False)
 
 
 class LlamaCpp:

@@ -142,11 +142,16 @@ class Session(Closing):
         if failures:
             raise failures[0]
 
-    def decode(self, token: int) -> F32Array:
-        """Append one token; the logits after it, float32 [vocab_size]. Raises as `prefill`."""
-        out = np.empty(self.plan.vocab_size, np.float32)
+    def decode(self, token: int, *, copy: bool = True) -> F32Array:
+        """Append one token; the logits after it, float32 [vocab_size]. Raises as `prefill`.
+
+        Without `copy` they stay in the runtime, where `generate` would sample from them, and an
+        empty array is returned: 0.6 MB less to write for 152,000 tokens.
+        """
+        out = np.empty(self.plan.vocab_size if copy else 0, np.float32)
         (checked,) = _int_array((token,), np.int32, "token")
-        self._call("session_decode", int(checked), out.ctypes.data_as(capi.FloatPointer))
+        target = out.ctypes.data_as(capi.FloatPointer) if copy else None
+        self._call("session_decode", int(checked), target)
         return out
 
     def generate(

@@ -204,7 +204,7 @@ def _work(session: Session, test: Test, ids: NDArray[np.int64]) -> None:
         session.prefill(ids)
     else:
         for token in ids.tolist():
-            session.decode(token)
+            session.decode(token, copy=False)
 
 
 def restart(session: Session, ids: NDArray[np.int64], depth: int) -> None:

@@ -157,7 +157,7 @@ def _measure(
         if test.depth:
             session.prefill(ids[: test.depth], logits="none")
         for token in ids[test.depth :][:WARM_UP_TOKENS].tolist():
-            session.decode(token)
+            session.decode(token, copy=False)
         for done, load in enumerate(args.load):
             console.progress(f"{policy}, {load}", done, len(args.load))
             plan.take_changes()
@@ -180,7 +180,7 @@ def _write(
         if session.position >= test.depth + test.num_tokens:
             restart(session, ids, test.depth)
         start = time.perf_counter()
-        session.decode(int(ids[session.position]))
+        session.decode(int(ids[session.position]), copy=False)
         end = time.perf_counter()
         phase.ends.append(end - begin)
         phase.tpot.append(end - start)

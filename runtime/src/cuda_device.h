@@ -95,7 +95,7 @@ class CudaDevice final : public Device {
   DeviceAddress pin_raw(void* memory, uint64_t bytes) override;
   void unpin_raw(void* memory, uint64_t bytes) noexcept override;
 
-  cuda::Stream make_stream() const;
+  cuda::Stream make_stream(int priority) const;
   bool graph_can_wait();
   void load_module(const ModuleEntry& entry, const std::string& image);
   void load_function(cuda::Function function) const;

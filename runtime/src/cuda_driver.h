@@ -33,6 +33,7 @@ enum Attribute : int {
 enum : int { kMaxDynamicSharedBytes = 8, kNumRegisters = 4 };          // of functions
 enum : int { kJitErrorLog = 5, kJitErrorLogBytes = 6 };                // options of a module
 enum : unsigned { kHostRegisterPortable = 1, kHostRegisterMapped = 2 };
+inline constexpr int kFirstPriority = -1000;  // the driver takes the first one that it has
 enum : unsigned { kStreamNonBlocking = 1, kEventWithoutTiming = 2, kWaitUntilReached = 0 };
 enum : unsigned { kOpWaitValue32 = 1 };
 enum MemoryType : unsigned { kHostMemory = 1, kDeviceMemory = 2 };
@@ -124,7 +125,7 @@ struct Driver {
   Result (*cuLaunchKernel)(Function function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
                            unsigned block_x, unsigned block_y, unsigned block_z,
                            unsigned shared_bytes, Stream stream, void** params, void** extra);
-  Result (*cuStreamCreate)(Stream* stream, unsigned flags);
+  Result (*cuStreamCreateWithPriority)(Stream* stream, unsigned flags, int priority);
   Result (*cuStreamDestroy)(Stream stream);
   Result (*cuStreamQuery)(Stream stream);
   Result (*cuStreamSynchronize)(Stream stream);
@@ -155,7 +156,7 @@ struct Driver {
   X(cuMemHostUnregister) X(cuMemHostGetDevicePointer) X(cuMemcpyHtoDAsync) X(cuMemcpyDtoHAsync)   \
   X(cuMemcpyAsync) X(cuMemsetD8Async) X(cuModuleLoadDataEx) X(cuModuleUnload)                     \
   X(cuModuleGetFunction) X(cuFuncSetAttribute) X(cuFuncGetAttribute) X(cuFuncLoad)                \
-  X(cuLaunchKernel) X(cuStreamCreate) X(cuStreamDestroy) X(cuStreamQuery)                         \
+  X(cuLaunchKernel) X(cuStreamCreateWithPriority) X(cuStreamDestroy) X(cuStreamQuery)             \
   X(cuStreamSynchronize) X(cuStreamWaitEvent)                                                     \
   X(cuEventCreate) X(cuEventDestroy) X(cuEventRecord) X(cuGraphCreate) X(cuGraphDestroy)          \
   X(cuGraphAddKernelNode) X(cuGraphAddMemcpyNode) X(cuGraphAddBatchMemOpNode)                     \

@@ -81,8 +81,12 @@ CudaDevice::CudaDevice(CudaContext context, uint64_t budget_bytes)
   info_ = context_.info();
   charge(Use::kContext, context_.bytes(), "the driver's own data");
   const CudaContext::Current current(context_);
-  for (cuda::Stream& stream : streams_) stream = make_stream();
-  side_stream_ = make_stream();
+  for (int branch = 0; branch < kNumBranches; ++branch) {
+    // Stamps tell when something happened: they go before other kernels.
+    const bool is_urgent = static_cast<Branch>(branch) == Branch::kStamps;
+    streams_[branch] = make_stream(is_urgent ? cuda::kFirstPriority : 0);
+  }
+  side_stream_ = make_stream(0);
   page_ = allocate_host(1, "the device's clock");
   info_.has_stream_waits = graph_can_wait();
   info_.has_graphs = true;  // every driver that cuda_driver.cc accepts
@@ -99,9 +103,10 @@ CudaDevice::~CudaDevice() {
   driver.cuStreamDestroy(side_stream_);
 }
 
-cuda::Stream CudaDevice::make_stream() const {
+cuda::Stream CudaDevice::make_stream(int priority) const {
   cuda::Stream stream = nullptr;
-  context_.check(context_.driver().cuStreamCreate(&stream, cuda::kStreamNonBlocking),
+  const cuda::Driver& driver = context_.driver();
+  context_.check(driver.cuStreamCreateWithPriority(&stream, cuda::kStreamNonBlocking, priority),
                  "making a stream");
   return stream;
 }

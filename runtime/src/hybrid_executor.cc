@@ -296,10 +296,14 @@ void HybridExecutor::take_stamps(const HybridRound& prepared) {
   for (const PromotionStamps& stamps : round.promotion_stamps) {
     const int64_t begin_ns = stamps.begin == kNoStamp ? before_ns : at(stamps.begin);
     const int64_t ready_ns = at(stamps.ready);
+    int64_t wait_ns = at(stamps.wait);
+    if (stamps.wait_segment > 0) {
+      wait_ns = std::max(wait_ns, record_.segments[static_cast<size_t>(stamps.wait_segment) - 1].end_ns);
+    }
     // Whose stamp may be late.
     const int64_t copied_ns = std::max(before_ns, std::min(at(stamps.copied), ready_ns));
     record_.copies.push_back({stamps.unit, std::clamp(begin_ns, before_ns, copied_ns), copied_ns,
-                              at(stamps.wait), ready_ns});
+                              std::min(wait_ns, ready_ns), ready_ns});
     before_ns = copied_ns;
   }
 }

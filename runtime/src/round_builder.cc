@@ -107,7 +107,7 @@ class Builder {
       list().copy_to_device(Branch::kCopy, residency_.slot(promotion.slot),
                             residency_.weights() + unit.offset, unit.bytes);
       made_.promotion_stamps.push_back(
-          {promotion.unit, begin, next_stamp_, next_stamp_ + 1, next_stamp_ + 2});
+          {promotion.unit, begin, next_stamp_, next_stamp_ + 1, next_stamp_ + 2, 0});
       stamp_copies(next_stamp_);
       next_stamp_ += 3;
       copied_[promotion.unit] = list().record(Branch::kCopy);
@@ -207,7 +207,7 @@ class Builder {
   void add_step(const DeviceStep& step) {
     const NodeEntry& node = plan_.nodes[step.node];
     copy_ahead(step.node);
-    wait_for_copy(node);
+    wait_for_copy(node, step.wait_segment);
     wait_for_host(step.wait_segment);
     for (const int value : step.pulls) pull(value);
     launch(step.node);
@@ -218,14 +218,15 @@ class Builder {
     copy_ahead(step.node);
   }
 
-  void wait_for_copy(const NodeEntry& node) {
+  void wait_for_copy(const NodeEntry& node, int segment) {
     const int unit = node.unit;
     if (slot_of_unit_[unit] < 0 || waited_unit_ == unit) return;
     if (copied_[unit] == kNoPoint) {
       fail(ATSC_INTERNAL_ERROR, "unit %s is promoted to slot %d, which is never free for it",
            plan_.units[unit].name, slot_of_unit_[unit]);
     }
-    const auto& stamps = *std::ranges::find(made_.promotion_stamps, unit, &PromotionStamps::unit);
+    auto& stamps = *std::ranges::find(made_.promotion_stamps, unit, &PromotionStamps::unit);
+    stamps.wait_segment = segment;
     list().stamp(Branch::kCompute, stamps.wait);
     list().wait_for(Branch::kCompute, copied_[unit]);
     list().stamp(Branch::kCompute, stamps.ready);

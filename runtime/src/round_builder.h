@@ -34,10 +34,12 @@ inline constexpr int kFlagFromHost = 0;    // value: segments that are over
 inline constexpr int kFlagFromDevice = 1;  // value: runs that are over
 
 // Stamps of one promotion: its copy began (kNoStamp: as soon as the one before was over) and was
-// over; the device began to wait for it, and went on.
+// over; the device began to wait for it, and went on. It also waits for a segment of the host's there
+// (0: for none), before which it could not have gone on.
 struct PromotionStamps {
   int unit;
   int begin, copied, wait, ready;
+  int wait_segment;
 };
 
 struct BuiltRound {

@@ -276,6 +276,7 @@ def test_a_series_splits_events_over_slices() -> None:
 
     events = [
         event("device", 110, 60),
+        event("device wait", 102, 8),  # before the run begins
         event("device wait", 120, 10),
         event("copy", 150, 100, bytes=5000),  # half of it after the round
         event("cpu", 100, 100),

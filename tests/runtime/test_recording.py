@@ -94,6 +94,8 @@ def test_a_device_records_runs_copies_and_waits(device_plan: Plan) -> None:
     assert copies[0].first_node is None
     (wait,) = (event for event in chunk if event.track == "device wait")
     assert wait.number == copies[0].number and wait.end_ns >= copies[0].end_ns
+    before = [e for e in chunk if e.track == "cpu" and e.begin_ns < wait.end_ns]
+    assert before and all(wait.begin_ns >= e.end_ns for e in before), "it waits for the CPU as well"
 
 
 def test_cancelled_rounds_leave_no_record(open_tiny: Callable[..., Plan]) -> None:

@@ -182,6 +182,18 @@ def test_logits_can_be_borrowed(open_tiny: OpenTiny) -> None:
         np.testing.assert_array_equal(borrowed, expected[[1, 4]])
 
 
+def test_logits_that_are_not_copied_stay_in_the_runtime(open_tiny: OpenTiny) -> None:
+    plan = open_tiny()
+    expected = plan.forward([1, 2, 3])[-1]
+    with plan.session() as session:
+        session.prefill([1, 2])
+        assert session.decode(3, copy=False).size == 0
+        rows, logits = ctypes.c_int64(), capi.FloatPointer()
+        session._call("session_logits", ctypes.byref(logits), ctypes.byref(rows))
+        assert rows.value == 1
+        assert np.array_equal(np.ctypeslib.as_array(logits, expected.shape), expected)
+
+
 def test_sessions_are_counted_and_apart(open_tiny: OpenTiny) -> None:
     plan = open_tiny(threads=2, sessions=2)
     expected = plan.forward(IDS[:30])

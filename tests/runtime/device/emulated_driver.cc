@@ -370,7 +370,7 @@ void add_stream_functions(Driver& d) {
     fake<FakeStream>(stream)->add(kernel_work(function, params));
     return outcome();
   };
-  d.cuStreamCreate = [](Stream* stream, unsigned) {
+  d.cuStreamCreateWithPriority = [](Stream* stream, unsigned, int) {
     *stream = reinterpret_cast<Stream>(new FakeStream);
     return outcome();
   };
