@@ -27,8 +27,9 @@ important steps come first, for runs that are ended in time.
 --models qwen3-8b has few steps: a plan within 4G and one on the GPU, and what the product writes.
 
 The packages run from this checkout, installed or not. Processes are bound to the first --threads
-cores that this one may use. A step that outlasts its budget is ended and reported; --total ends the
-whole run in time. Models have random int4 weights with fp16 scales (make_model.py).
+cores that this one may use; give it more, so that their peak VRAM is watched from another one. A
+step that outlasts its budget is ended and reported; --total ends the whole run in time. Models have
+random int4 weights with fp16 scales (make_model.py).
 """
 
 from __future__ import annotations
@@ -89,9 +90,10 @@ class Step:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the steps; exit code 1 if one failed."""
     args = _parser().parse_args(arguments)
-    cores = sorted(os.sched_getaffinity(0))[: args.threads]
-    os.sched_setaffinity(0, cores)
-    run = Run(args, Clock(time.monotonic() + args.total), {})
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cores[: args.threads])
+    spare = frozenset(cores[args.threads :])
+    run = Run(args, Clock(time.monotonic() + args.total), {}, spare)
     steps = list(_selected(args))
     if not steps:
         say(f"no step matches {args.only}; steps are {', '.join(s.name for s in _steps(args))}")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = Path(__file__).resolve().parents[1] / ".links"
-SAMPLE_SECONDS = 0.02
+SAMPLE_SECONDS = 0.1
 Record = dict[str, Any]
 
 
@@ -43,6 +43,8 @@ class Run:
     args: argparse.Namespace
     clock: Clock
     records: dict[str, Record]
+    spare_cores: frozenset[int] = frozenset()
+    """That nothing is measured on, for whoever watches; empty: there are none."""
 
     def command(self, *command: object, watch: PeakVram | None = None) -> str:
         """A program's output.
@@ -83,9 +85,13 @@ class Run:
 
 
 class PeakVram:
-    """The most VRAM of the first GPU that a process held; 0 where NVML is not to be had."""
+    """The most VRAM of the first GPU that a process held; 0 where NVML is not to be had.
 
-    def __init__(self) -> None:
+    It asks from other cores than the process's: rounds wait for the slowest of their threads.
+    """
+
+    def __init__(self, cores: frozenset[int] = frozenset()) -> None:
+        self._cores = cores
         self.process_bytes = self.device_bytes = 0
         self._nvml: Any = None
         try:
@@ -114,6 +120,8 @@ class PeakVram:
             watcher.join()
 
     def _watch(self, pid: int, over: threading.Event) -> None:
+        if self._cores:
+            os.sched_setaffinity(0, self._cores)  # this thread's
         while not over.wait(SAMPLE_SECONDS):
             used = self._nvml.nvmlDeviceGetMemoryInfo(self._device).used
             self.device_bytes = max(self.device_bytes, used - self._before)

@@ -71,7 +71,7 @@ def measure_plan(run: Run, model: str, policy: str, vram: str) -> Record:
         *("--ctx", args.ctx, "--chunk", args.chunk, "--threads", args.threads),
     )
     shown = run.atsc("inspect", plan)
-    peak = PeakVram()
+    peak = PeakVram(run.spare_cores)
     tests = ("-p", args.p, "-n", args.n, "-d", args.d, "-r", args.r, "--threads", args.threads)
     bench = run.atsc("bench", plan, *tests, watch=peak)
     predicted = sum(region["predicted_bytes"] for region in shown["vram_regions"])

@@ -6,7 +6,8 @@
 A family is an operator: its kernels run on a spread of its samples (small shapes; all dtypes and
 variants are among them) in a Python child under the sanitizer, which also compares their results.
 `hand-offs` are the kernels between CPU and GPU, as rounds of launches run them in a C++ program
-that loads the driver by itself. Kernels are compiled before, outside of it. Needs no pytest.
+that loads the driver by itself; as graphs they crash the sanitizer of CUDA 13.0, whatever is in
+them. Kernels are compiled before, outside of it. Needs no pytest.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from atsc.compiler.ops import all_ops  # noqa: E402
 
 TOOLS = ("memcheck", "racecheck")
 HAND_OFFS = "hand-offs"
-HAND_OFF_TESTS = ("launches", "slots")
+HAND_OFF_TESTS = ("launches", "synchronous")
 TOOLKIT = Path("/usr/local/cuda/bin/compute-sanitizer")
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
 FAILED, DEFECTS = 1, 77
