@@ -77,7 +77,7 @@ def plan_device(
         kind=request.kind,
         budget_bytes=request.budget_bytes,
         headroom_bytes=request.headroom_bytes,
-        hand_off_ns=round((annotation.to_gpu.latency_ns + annotation.to_cpu.latency_ns) / 2),
+        hand_off_ns=wanted.costs.hand_off_ns,
         link_bytes_per_s=_link_bytes_per_s(costs),
         stream_from_rows=wanted.stream_from_rows(),
         kernels=code.kernels if code else (),

@@ -31,6 +31,11 @@ class PlanCosts:
     cpu_share: float
     chunk: int
 
+    @property
+    def hand_off_ns(self) -> int:
+        """Latency from one side to the other, on average; going on after a copy takes as long."""
+        return round((self.to_gpu.latency_ns + self.to_cpu.latency_ns) / 2)
+
     def objective(self, prompt_share: float) -> Objective:
         """What placement maximises."""
         return Objective(self.to_gpu, self.to_cpu, prompt_share, self.chunk)
@@ -48,7 +53,9 @@ class PlanCosts:
         return Scenario(
             units=self.units,
             on_gpu=tuple(on_gpu),
-            machine=Machine(self.to_gpu, self.to_cpu, slots, self.cpu_share),
+            machine=Machine(
+                self.to_gpu, self.to_cpu, slots, self.cpu_share, resume_ns=self.hand_off_ns
+            ),
             chunk=self.chunk,
             slot_bytes=slot_bytes // max(slots, 1),
             stream_from_rows=stream_from_rows,

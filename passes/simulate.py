@@ -55,6 +55,9 @@ class Machine:
     """The CPU's speed while weights are copied, as a share of its speed alone; above 0."""
     late_ns: int = 0
     """The GPU sees so long after its end that a copy is there: another program has it meanwhile."""
+    resume_ns: int = 0
+    """What it takes the GPU to go on with a copied unit, even one that has been there for long;
+    behind inputs that cross (for longer) it is hidden."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,9 +183,10 @@ class _Simulation:
     def hand_off(self, unit: int, to: Side, rows: int) -> None:
         """A unit's inputs cross."""
         link = self._machine.to_gpu if to is Side.GPU else self._machine.to_cpu
-        self._occupy(
-            Track.HAND_OFF, unit, round(link.crossing_ns(self._units[unit].input_bytes * rows))
-        )
+        crossing_ns = round(link.crossing_ns(self._units[unit].input_bytes * rows))
+        if unit in self.promoted:
+            crossing_ns = max(crossing_ns - self._machine.resume_ns, 0)
+        self._occupy(Track.HAND_OFF, unit, crossing_ns)
 
     def run_on_cpu(self, unit: int) -> None:
         """Slower while copies run. All copies that may run beside are known, for any later one
@@ -199,7 +203,8 @@ class _Simulation:
         if ready_ns > self._now_ns:
             self._exposed.append((unit, ready_ns - self._now_ns))
             self._now_ns = ready_ns
-        self._occupy(Track.GPU, unit, self._times[unit].gpu_ns)
+        resume_ns = self._machine.resume_ns if copy else 0
+        self._occupy(Track.GPU, unit, self._times[unit].gpu_ns + resume_ns)
         if copy:
             self._copy_next(self._now_ns)
 

@@ -145,14 +145,17 @@ std::vector<TransferUnit> TransferModel::units_of(const RoundShape& shape, const
     const int64_t rows = unit.rows == RowsOf::kTokens ? shape.num_tokens : shape.num_logit_rows;
     const double bytes = unit.input_bytes * static_cast<double>(rows) / plan_.chunk;
     const auto crossing_ns = std::llrint(hand_off_ns * speeds.hand_off + bytes * link_ns);
+    const bool on_device = unit.on_device && !std::ranges::binary_search(retreats, index);
+    // To go on after a copy takes the device as long as a hand-off, which hides it.
+    const int64_t resume_ns = on_device ? 0 : plan_.device.hand_off_ns;
     made.push_back({
         .cpu_ns = std::llrint(now.cpu_ns * speeds.cpu[static_cast<size_t>(index)]),
-        .gpu_ns = std::llrint(now.gpu_ns * speeds.gpu[static_cast<size_t>(index)]),
+        .gpu_ns = std::llrint(now.gpu_ns * speeds.gpu[static_cast<size_t>(index)]) + resume_ns,
         .transfer_ns = plan_.units[index].transfer_ns,
-        .to_device_ns = crossing_ns,
+        .to_device_ns = std::max<int64_t>(crossing_ns - resume_ns, 0),
         .to_host_ns = crossing_ns,
         .bytes = plan_.units[index].bytes,
-        .on_device = unit.on_device && !std::ranges::binary_search(retreats, index),
+        .on_device = on_device,
         .can_be_promoted = unit.can_be_promoted,
     });
   }

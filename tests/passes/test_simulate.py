@@ -85,6 +85,18 @@ def test_two_units_by_hand() -> None:
     assert two.busy_over_time(Track.COPY, 4) == pytest.approx([1, 1, 1, 9 / 12])
 
 
+def test_the_gpu_takes_a_while_to_go_on_after_a_copy() -> None:
+    machine = replace(FREE, num_slots=1, resume_ns=6)
+    units = [unit(10, 1, 5), unit(30, 3)]
+    # The copy has just ended, or has been there for long; a resident never waits.
+    assert run(units, "01", [0], machine).total_ns == 5 + (6 + 1) + 3
+    assert run([unit(90, 9), unit(10, 1, 5)], "10", [1], machine).total_ns == 9 + (6 + 1)
+    # Behind a hand-off of 8 it is hidden, but not behind one of 4.
+    for crossing, most in ((8, 8), (4, 6)):
+        slow = replace(machine, to_gpu=Link(crossing))
+        assert run([unit(9, 1), unit(10, 1, 5)], "00", [1], slow).total_ns == 9 + most + 1
+
+
 def test_the_worked_example_of_the_documentation() -> None:
     units = [unit(10, 1, 20), unit(30, 3, 25)]
     one, two = replace(FREE, num_slots=1), replace(FREE, num_slots=2)

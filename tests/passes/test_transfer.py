@@ -65,8 +65,10 @@ def rounds(draw: st.DrawFn) -> tuple[list[UnitCost], list[bool], Machine]:
     links = st.builds(Link, st.integers(0, 5), st.sampled_from([0.0, 0.5, 1.0]))
     share = draw(st.sampled_from([1.0, 1.0, 0.83, 0.7, 0.5]))
     late_ns = draw(st.sampled_from([0, 0, 3, 20]))
+    resume_ns = draw(st.sampled_from([0, 2]))
     num_slots = draw(st.integers(0, 4))
-    return units, on_gpu, Machine(draw(links), draw(links), num_slots, share, late_ns)
+    machine = Machine(draw(links), draw(links), num_slots, share, late_ns, resume_ns)
+    return units, on_gpu, machine
 
 
 def promotable(units: list[UnitCost], on_gpu: list[bool], machine: Machine) -> list[int]:

@@ -197,6 +197,7 @@ RoundRecord Machine::run(const HybridRound& round, const Choice& choice, Noise n
       copy->wait_ns = device_free_ns;  // before it waits for the host
       copy->ready_ns = device_free_ns;
       if (copy->copied_ns > device_free_ns) copy->ready_ns = copy->copied_ns + lateness();
+      copy->ready_ns += setup_.plan.device.hand_off_ns;  // to go on
       now_ns = std::max(now_ns, copy->ready_ns);
     }
     if (begins) run.begin_ns = now_ns;
