@@ -10,6 +10,9 @@ namespace {
 
 constexpr size_t kPreparedOfSession = 2, kPreparedBesides = 2;  // chunks, the rests of prompts
 constexpr int64_t kPauseAfterFailureNs = 60'000'000'000;  // no memory for a new round
+// Units change places twice a prompt. More than this, and it takes more time than it saves.
+constexpr int kMostExchanges = 6;
+constexpr int64_t kExchangesNs = 10'000'000'000;
 
 // The rows of a cache that hold tokens: of each head the first ones. All of it in one copy where the rest
 // takes less time than it would take to begin the others.
@@ -197,6 +200,15 @@ void HybridExecutor::move_caches(const HybridRound& prepared, const Round& round
   for (SessionPlace::Cache* cache : moved) cache->has_retreated = !cache->has_retreated;
 }
 
+void HybridExecutor::count_exchange() {
+  const int64_t now_ns = platform::now_ns();
+  if (now_ns - exchanges_since_ns_ > kExchangesNs) {
+    exchanges_since_ns_ = now_ns;
+    num_exchanges_ = 0;
+  }
+  if (++num_exchanges_ > kMostExchanges) policy_.stop_exchanges();
+}
+
 void HybridExecutor::write_numbers(const Round& round) {
   const DeviceShare& share = residency_.share();
   std::byte* staging = residency_.staging().host();
@@ -218,6 +230,7 @@ bool HybridExecutor::run(const Round& round, SessionPlace& place) {
   adopt_what_is_ready();
   HybridRound& prepared = prepare({round.num_tokens, round.num_logit_rows}, place);
   move_caches(prepared, round, place);
+  if (prepared.executable && residency_.exchange(prepared.advances)) count_exchange();
   executor_.bind(*prepared.program, round);
   for (const Executor::Instruction& instruction : prepared.program->instructions) {
     residency_.device().check_host_args(instruction.node->name, instruction.args);

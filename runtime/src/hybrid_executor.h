@@ -60,6 +60,7 @@ class HybridExecutor {
   void adopt_what_is_ready();
   void look_at_speeds(const HybridRound& round);
   void move_caches(const HybridRound& prepared, const Round& round, SessionPlace& place);
+  void count_exchange();
   void write_numbers(const Round& round);
   bool run_whole(HybridRound& prepared, const Round& round);
   bool run_segments(HybridRound& prepared, const Round& round);
@@ -77,6 +78,8 @@ class HybridExecutor {
   std::vector<std::unique_ptr<HybridRound>> prepared_;
   uint64_t num_rounds_ = 0;
   int64_t remake_from_ns_ = 0;  // not before, rounds of an old choice
+  int num_exchanges_ = 0;
+  int64_t exchanges_since_ns_ = 0;
   RoundRecord record_;
 
   std::mutex mutex_;  // guards the rest

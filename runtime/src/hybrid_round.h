@@ -43,6 +43,7 @@ struct HybridRound {
   const SessionPlace* place;
   RoundShape shape;
   int version;  // of the shape's choice
+  std::vector<Advance> advances;
   BuiltRound built;
   std::unique_ptr<Executor::Program> program;
   std::unique_ptr<Executable> executable;  // null: the host does everything

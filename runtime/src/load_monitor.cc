@@ -194,6 +194,7 @@ void LoadMonitor::observe_hand_offs(const RoundRecord& record, const Splits& spl
     to_device_ns += static_cast<double>(begin_ns - end_ns);
     ++num_to_device;
   }
+  num_hand_offs_ = num_to_device;
   const auto expected_ns = static_cast<double>(plan_.device.hand_off_ns);
   if (num_to_host == 0 || num_to_device == 0 || expected_ns <= 0) return;
   const double to_device_mean_ns = to_device_ns / num_to_device;

@@ -65,6 +65,7 @@ class LoadMonitor {
   Drifts drifts() const;
   Speeds speeds() const;
   int64_t recent_round_ns() const { return recent_round_ns_; }  // 0: none yet
+  int num_hand_offs() const { return num_hand_offs_; }  // to the device, measured in the latest round
 
  private:
   // A segment or a run.
@@ -89,6 +90,7 @@ class LoadMonitor {
   std::vector<int> units_;
   int num_learned_ = 0;
   int64_t recent_round_ns_ = 0;
+  int num_hand_offs_ = 0;
   int64_t clock_ns_ = 1;  // of the drifts: time in rounds, so that a pause makes nobody forget
 };
 

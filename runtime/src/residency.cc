@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <exception>
+#include <utility>
 
 #include "failure.h"
 #include "weights.h"
@@ -37,6 +38,8 @@ void DeviceShare::find_kernels(Device& device) {
     many_kernels.push_back(device.kernel_of(plan_.nodes[node], false));
   }
 }
+
+uint64_t DeviceShare::room_of(const UnitEntry& unit) { return round_up(unit.bytes, kAlignment); }
 
 int DeviceShare::unit_at(uint64_t offset) const {
   const auto after = std::ranges::upper_bound(by_offset_, offset, {}, [&](int unit) {
@@ -78,7 +81,7 @@ void DeviceShare::lay_out(Device& device) {
   for (int unit = 0; unit < plan_.num_units; ++unit) {
     if (!unit_on_device[unit]) continue;
     unit_offsets[unit] = weights_bytes;
-    weights_bytes += round_up(plan_.units[unit].bytes, kAlignment);
+    weights_bytes += room_of(plan_.units[unit]);
   }
   for (int index = 0; index < plan_.num_caches; ++index) {
     const CacheEntry& cache = plan_.caches[index];
@@ -242,6 +245,29 @@ uint64_t Residency::hold_on_host(std::span<const int> units) {
     is_on_host_[static_cast<size_t>(unit)] = 1;
   }
   return bytes;
+}
+
+bool Residency::exchange(std::span<const Advance> advances) {
+  if (std::ranges::equal(advances, advanced_)) return false;
+  const auto overlaps = [&](int resident, const Advance& advance) {
+    const uint64_t begin = share_.unit_offsets[static_cast<size_t>(resident)];
+    if (begin == kNowhere) return false;
+    const uint64_t end = begin + plan_.units[resident].bytes;
+    return advance.offset < end && begin < advance.offset + plan_.units[advance.unit].bytes;
+  };
+  const std::vector<Advance> before = std::exchange(advanced_, {advances.begin(), advances.end()});
+  for (int unit = 0; unit < plan_.num_units; ++unit) {
+    const auto is_here = [&](const Advance& advance) { return overlaps(unit, advance); };
+    if (!std::ranges::any_of(before, is_here) || std::ranges::any_of(advances, is_here)) continue;
+    const UnitEntry& entry = plan_.units[unit];
+    device_.upload(this->unit(unit), weights_ + entry.offset, entry.bytes);
+  }
+  for (const Advance& advance : advances) {
+    if (std::ranges::find(before, advance) != before.end()) continue;
+    const UnitEntry& entry = plan_.units[advance.unit];
+    device_.upload(place(advance.offset), weights_ + entry.offset, entry.bytes);
+  }
+  return true;
 }
 
 // Neighbours in one request, in pieces that a refusal does not make useless.

@@ -38,6 +38,8 @@ struct DeviceShare {
   }
   bool has_kernels(int node) const { return few_kernels[node].entry && many_kernels[node].entry; }
   uint64_t scratch_of(KernelHandle kernel, int64_t kv_capacity) const;  // kNowhere: needs none
+  // What a unit takes in the region of weights.
+  static uint64_t room_of(const UnitEntry& unit);
   // The unit whose range in weights.bin holds an offset.
   int unit_at(uint64_t offset) const;
 
@@ -87,6 +89,14 @@ struct SessionPlace {
   HostRange logits;           // [max_logit_rows][vocab_size]
 };
 
+// A host-resident unit in the region of the device's weights, where units that retreat had theirs.
+struct Advance {
+  int unit;
+  uint64_t offset;
+
+  bool operator==(const Advance&) const = default;
+};
+
 class Residency {
  public:
   // Where the host's part lies; must outlive the residency.
@@ -109,7 +119,8 @@ class Residency {
   int num_slots() const { return num_slots_; }
   uint64_t slot_bytes() const { return slot_bytes_; }
   DeviceAddress slot(int index) const { return slots_.address() + slot_bytes_ * index; }
-  DeviceAddress unit(int index) const { return units_.address() + share_.unit_offsets[index]; }
+  DeviceAddress unit(int index) const { return place(share_.unit_offsets[index]); }
+  DeviceAddress place(uint64_t offset) const { return units_.address() + offset; }
   DeviceAddress arena() const { return arena_.address(); }
   DeviceAddress round() const { return round_.address(); }
   DeviceAddress logit_rows() const { return round_.address() + share_.logit_rows_offset; }
@@ -121,6 +132,11 @@ class Residency {
   // host can compute these units. One thread at a time, beside rounds that do not compute them.
   // Returns the bytes that were read. Raises Failure: not enough memory, a damaged file.
   uint64_t hold_on_host(std::span<const int> units);
+
+  // Puts these units, and no others that are strangers there, into the region of the device's weights:
+  // between two rounds, of which the next one has them as its advances. Whose place gets free again is
+  // restored from the host's part; so hold there whatever retreats. False: there was nothing to do.
+  bool exchange(std::span<const Advance> advances);
 
   // The host's arena as the device sees it: calls use(address, offset, bytes), mostly once.
   template <class Use>
@@ -158,6 +174,7 @@ class Residency {
   const std::string weights_path_;
   const platform::File weights_file_;  // open, for the folder may be exchanged for another plan's
   std::vector<uint8_t> is_on_host_;    // a unit: its weights are in the host's part
+  std::vector<Advance> advanced_;      // what has taken the place of residents
   std::vector<HostRange> pinned_;
   std::string notice_;
   DeviceRange units_, caches_, arena_, round_, logits_, scratch_, slots_;

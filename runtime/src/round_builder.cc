@@ -17,11 +17,13 @@ class Builder {
         place_(place),
         num_rows_{num_tokens, num_logit_rows},
         slot_of_unit_(static_cast<size_t>(plan.num_units), kNoSlot),
+        place_of_unit_(static_cast<size_t>(plan.num_units), kNowhere),
         last_node_of_unit_(static_cast<size_t>(plan.num_units), -1),
         retreats_(static_cast<size_t>(plan.num_units)),
         copied_(static_cast<size_t>(plan.num_units), kNoPoint),
         slots_(static_cast<size_t>(residency.num_slots())) {
     for (const int unit : choice.retreats) retreats_[unit] = true;
+    for (const Advance& advance : choice.advances) place_of_unit_[advance.unit] = advance.offset;
     for (const Promotion& promotion : choice.promotions) {
       if (promotion.slot >= residency.num_slots() ||
           (promotion.slot >= 0 && plan.units[promotion.unit].bytes > residency.slot_bytes())) {
@@ -68,20 +70,21 @@ class Builder {
         runners_.push_back(Runner::kNobody);
         continue;
       }
-      const bool promoted = can_be_promoted(node);
+      const bool comes = can_come(node);
+      const bool promoted = comes && slot_of_unit_[entry.unit] != kNoSlot;
+      const bool advances = comes && place_of_unit_[entry.unit] != kNowhere;
       if (promoted) last_node_of_unit_[entry.unit] = node;
       const bool retreats = share_.node_on_device[node] && retreats_[entry.unit];
-      const bool here = promoted || (share_.node_on_device[node] && !retreats);
+      const bool here = promoted || advances || (share_.node_on_device[node] && !retreats);
       runners_.push_back(here ? Runner::kDevice : Runner::kHost);
       if (entry.layer >= 0 && retreats) made_.caches_on_host[entry.layer] = true;
     }
   }
 
-  bool can_be_promoted(int node) const {
+  // Whether the device can compute a node of the host's, once its unit's weights are there.
+  bool can_come(int node) const {
     const NodeEntry& entry = plan_.nodes[node];
-    if (slot_of_unit_[entry.unit] == kNoSlot || !share_.has_kernels(node) || entry.layer >= 0) {
-      return false;
-    }
+    if (!share_.has_kernels(node) || entry.layer >= 0) return false;
     return std::ranges::all_of(entry.in, [&](const Operand& in) {
       if (in.kind != OperandKind::kWeight) return true;
       const int unit = share_.unit_at(in.index);
@@ -268,8 +271,12 @@ class Builder {
     }
     const int unit = share_.unit_at(operand.index);
     const uint64_t inside = operand.index - plan_.units[unit].offset;
-    const bool in_slot = unit == node.unit && slot_of_unit_[unit] >= 0;
-    return inside + (in_slot ? residency_.slot(slot_of_unit_[unit]) : residency_.unit(unit));
+    const bool is_own = unit == node.unit;
+    if (is_own && slot_of_unit_[unit] >= 0) return inside + residency_.slot(slot_of_unit_[unit]);
+    if (is_own && place_of_unit_[unit] != kNowhere) {
+      return inside + residency_.place(place_of_unit_[unit]);
+    }
+    return inside + residency_.unit(unit);
   }
 
   struct Push {
@@ -284,6 +291,7 @@ class Builder {
   const int64_t num_rows_[2];  // by RowsOf
   std::vector<Runner> runners_;
   std::vector<int> slot_of_unit_, last_node_of_unit_;
+  std::vector<uint64_t> place_of_unit_;  // of those that advance, in the region of weights
   std::vector<bool> retreats_;  // a unit
   std::vector<CommandList::Point> copied_;
   std::vector<Slot> slots_;

@@ -28,6 +28,9 @@ struct Choice {
   // Device-resident units that the host computes in this round; ascending. Their weights must be on
   // the host too (Residency::hold_on_host).
   std::vector<int> retreats;
+  // Host-resident units whose weights have taken the place of some of those (Residency::exchange), so
+  // that the device computes them; ascending units.
+  std::vector<Advance> advances;
 };
 
 inline constexpr int kFlagFromHost = 0;    // value: segments that are over

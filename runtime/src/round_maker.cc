@@ -26,6 +26,7 @@ std::unique_ptr<HybridRound> RoundMaker::make(const SessionPlace& place, const R
   made->place = &place;
   made->shape = shape;
   made->version = version;
+  made->advances = choice.advances;
   made->built = build_round(plan_, residency_, place, shape.num_tokens, shape.num_logit_rows, choice);
   made->program = executor_.compile(shape.num_tokens, shape.num_logit_rows, made->built.splits);
   if (!made->built.splits.runs.empty()) {

@@ -45,6 +45,8 @@ TransferModel::TransferModel(const Plan& plan, const Residency& residency)
     chunk.gpu_ns += entry.prefill.gpu_ns;
   }
   pin_interleaved();
+  find_lendable();
+  fold_ = folded();
   has_times_ = token.cpu_ns > 0 && token.gpu_ns > 0;
   const auto ratio = [](int64_t of_chunk, int64_t of_token) {
     const auto most = static_cast<double>(std::max(of_chunk, of_token));
@@ -66,14 +68,14 @@ void TransferModel::describe(int index) {
     unit.last_node = node;
     const bool is_main = entry.layer >= 0 || reads_own_weights(share, entry);
     if (is_main || timed < 0) timed = node;
-    unit.can_be_promoted |= entry.layer < 0 && share.has_kernels(node) &&
-                            reads_own_weights(share, entry);
+    unit.can_come |= entry.layer < 0 && share.has_kernels(node) && reads_own_weights(share, entry);
   }
   unit_timed_at_[static_cast<size_t>(timed)] = index;
   unit.rows = plan_.nodes[timed].rows;
   unit.on_device = share.node_on_device[static_cast<size_t>(timed)] != 0;
-  unit.can_be_promoted &= plan_.units[index].kind == UnitKind::kWeights &&
-                          share.unit_on_device[static_cast<size_t>(index)] == 0;
+  unit.can_come &= plan_.units[index].kind == UnitKind::kWeights &&
+                   share.unit_on_device[static_cast<size_t>(index)] == 0;
+  unit.can_be_promoted = unit.can_come;
   for (const Operand& in : plan_.nodes[unit.first_node].in) {
     if (in.kind == OperandKind::kValue) {
       unit.input_bytes += static_cast<double>(plan_.values[in.index].bytes);
@@ -93,6 +95,78 @@ void TransferModel::pin_interleaved() {
   for (size_t at = 0; at + num_slots < units.size(); ++at) {
     if (units[at]->last_node > units[at + num_slots]->first_node) units[at]->can_be_promoted = false;
   }
+}
+
+// Weights that nodes of other units read as well stay where they are.
+void TransferModel::find_lendable() {
+  const DeviceShare& share = residency_.share();
+  for (const int unit : order_) {
+    const bool is_there = share.unit_offsets[static_cast<size_t>(unit)] != kNowhere;
+    units_[static_cast<size_t>(unit)].is_lendable =
+        is_there && plan_.units[unit].kind == UnitKind::kWeights && plan_.units[unit].bytes > 0;
+  }
+  for (int node = 0; node < plan_.num_nodes; ++node) {
+    for (const Operand& in : plan_.nodes[node].in) {
+      if (in.kind != OperandKind::kWeight) continue;
+      const int unit = share.unit_at(in.index);
+      if (unit != plan_.nodes[node].unit) units_[static_cast<size_t>(unit)].is_lendable = false;
+    }
+  }
+}
+
+std::vector<Advance> TransferModel::places_for(std::span<const int> units,
+                                               std::span<const int> retreats) const {
+  struct Gap {
+    uint64_t begin, end;
+  };
+  const DeviceShare& share = residency_.share();
+  std::vector<Gap> gaps;
+  for (const int unit : retreats) {
+    if (!units_[static_cast<size_t>(unit)].is_lendable) continue;
+    const uint64_t begin = share.unit_offsets[static_cast<size_t>(unit)];
+    gaps.push_back({begin, begin + DeviceShare::room_of(plan_.units[unit])});
+  }
+  std::ranges::sort(gaps, {}, &Gap::begin);
+  size_t num_gaps = 0;  // once neighbours are one
+  for (const Gap& gap : gaps) {
+    if (num_gaps > 0 && gaps[num_gaps - 1].end == gap.begin) {
+      gaps[num_gaps - 1].end = gap.end;
+    } else {
+      gaps[num_gaps++] = gap;
+    }
+  }
+  gaps.resize(num_gaps);
+  std::vector<Advance> placed;
+  for (const int unit : units) {
+    const uint64_t room = DeviceShare::room_of(plan_.units[unit]);
+    if (!units_[static_cast<size_t>(unit)].can_come || room == 0) continue;
+    const auto gap = std::ranges::find_if(gaps, [&](const Gap& each) {
+      return each.end - each.begin >= room;
+    });
+    if (gap == gaps.end()) continue;
+    placed.push_back({unit, gap->begin});
+    gap->begin += room;
+  }
+  std::ranges::sort(placed, {}, &Advance::unit);
+  return placed;
+}
+
+Choice TransferModel::folded() const {
+  for (size_t split = 1; split < order_.size(); ++split) {
+    Choice choice;
+    std::vector<int> coming;
+    for (size_t at = 0; at < order_.size(); ++at) {
+      const Unit& unit = units_[static_cast<size_t>(order_[at])];
+      if (at < split && unit.on_device) choice.retreats.push_back(order_[at]);
+      if (at >= split && unit.can_come) coming.push_back(order_[at]);
+    }
+    if (coming.empty() || choice.retreats.empty()) continue;
+    choice.advances = places_for(coming, choice.retreats);
+    if (choice.advances.size() < coming.size()) continue;
+    std::ranges::sort(choice.retreats);
+    return choice;
+  }
+  return {};
 }
 
 bool TransferModel::runs(int unit, const RoundShape& shape) const {
@@ -134,7 +208,7 @@ std::vector<int> TransferModel::running(const RoundShape& shape) const {
 }
 
 std::vector<TransferUnit> TransferModel::units_of(const RoundShape& shape, const Speeds& speeds,
-                                                  std::span<const int> retreats) const {
+                                                  const Choice& moved) const {
   std::vector<TransferUnit> made;
   made.reserve(order_.size());
   const double link_ns = plan_.device.link_bytes_per_s > 0 ? 1e9 / plan_.device.link_bytes_per_s : 0;
@@ -145,7 +219,10 @@ std::vector<TransferUnit> TransferModel::units_of(const RoundShape& shape, const
     const int64_t rows = unit.rows == RowsOf::kTokens ? shape.num_tokens : shape.num_logit_rows;
     const double bytes = unit.input_bytes * static_cast<double>(rows) / plan_.chunk;
     const auto crossing_ns = std::llrint(hand_off_ns * speeds.hand_off + bytes * link_ns);
-    const bool on_device = unit.on_device && !std::ranges::binary_search(retreats, index);
+    const bool advances =
+        std::ranges::binary_search(moved.advances, index, {}, &Advance::unit);
+    const bool on_device =
+        advances || (unit.on_device && !std::ranges::binary_search(moved.retreats, index));
     // To go on after a copy takes the device as long as a hand-off, which hides it.
     const int64_t resume_ns = on_device ? 0 : plan_.device.hand_off_ns;
     made.push_back({
@@ -156,7 +233,7 @@ std::vector<TransferUnit> TransferModel::units_of(const RoundShape& shape, const
         .to_host_ns = crossing_ns,
         .bytes = plan_.units[index].bytes,
         .on_device = on_device,
-        .can_be_promoted = unit.can_be_promoted,
+        .can_be_promoted = unit.can_be_promoted && !advances,
     });
   }
   return made;
@@ -216,9 +293,8 @@ std::vector<std::vector<int>> TransferModel::retreats(const RoundShape& shape,
 }
 
 TransferSchedule TransferModel::schedule(TransferScheduler& scheduler, const RoundShape& shape,
-                                         const Speeds& speeds,
-                                         std::span<const int> retreats) const {
-  const std::vector<TransferUnit> units = units_of(shape, speeds, retreats);
+                                         const Speeds& speeds, const Choice& moved) const {
+  const std::vector<TransferUnit> units = units_of(shape, speeds, moved);
   TransferSchedule found = scheduler.schedule(units, machine(speeds));
   const std::vector<int> indices = running(shape);
   for (Promotion& promotion : found.promotions) {
@@ -229,7 +305,7 @@ TransferSchedule TransferModel::schedule(TransferScheduler& scheduler, const Rou
 
 int64_t TransferModel::predict(TransferScheduler& scheduler, const RoundShape& shape,
                                const Speeds& speeds, const Choice& choice) const {
-  const std::vector<TransferUnit> units = units_of(shape, speeds, choice.retreats);
+  const std::vector<TransferUnit> units = units_of(shape, speeds, choice);
   const Promotions& promotions = choice.promotions;
   std::vector<uint8_t> promoted;
   for (const int unit : running(shape)) {

@@ -48,9 +48,16 @@ class TransferModel {
   // the stretch that gains most, with more and more others, at last all of them.
   std::vector<std::vector<int>> retreats(const RoundShape& shape, const Speeds& speeds) const;
 
-  // Slots in turn, in the plan's units.
+  // Gives host units, in this order, the places of units that retreat. Those that the device cannot
+  // compute, or that fit nowhere, are left out.
+  std::vector<Advance> places_for(std::span<const int> units, std::span<const int> retreats) const;
+  // The placement with its units exchanged so that the host computes the first ones of a round and the
+  // device all others: as many bytes on each side, and next to no hand-offs. Empty: there is none.
+  const Choice& fold() const { return fold_; }
+
+  // Promotions for a round with the retreats and advances of `moved`: slots in turn, in the plan's units.
   TransferSchedule schedule(TransferScheduler& scheduler, const RoundShape& shape,
-                            const Speeds& speeds, std::span<const int> retreats = {}) const;
+                            const Speeds& speeds, const Choice& moved = {}) const;
   // The time of a round with a choice.
   int64_t predict(TransferScheduler& scheduler, const RoundShape& shape, const Speeds& speeds,
                   const Choice& choice) const;
@@ -59,15 +66,20 @@ class TransferModel {
   struct Unit {
     int first_node = -1, last_node = -1;
     RowsOf rows = RowsOf::kTokens;
-    bool on_device = false, can_be_promoted = false;
+    bool on_device = false;
+    bool can_come = false;         // from the host's part to the device
+    bool can_be_promoted = false;  // by way of a slot
+    bool is_lendable = false;      // its place on the device
     double input_bytes = 0;  // of a whole chunk; those that other units made
   };
 
   void describe(int unit);
+  void find_lendable();
   void pin_interleaved();
+  Choice folded() const;
   std::vector<int> running(const RoundShape& shape) const;
   std::vector<TransferUnit> units_of(const RoundShape& shape, const Speeds& speeds,
-                                     std::span<const int> retreats) const;
+                                     const Choice& moved) const;
   TransferMachine machine(const Speeds& speeds) const;
   bool runs(int unit, const RoundShape& shape) const;
 
@@ -78,6 +90,7 @@ class TransferModel {
   std::vector<Unit> units_;
   std::vector<int> order_;  // units with nodes, as they run
   std::vector<int> unit_timed_at_;
+  Choice fold_;
 };
 
 }  // namespace atsc

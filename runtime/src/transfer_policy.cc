@@ -19,6 +19,9 @@ constexpr int kRoundsToWait = 8;  // a drift takes four to follow
 // 100 us and more: no clock is so wrong, and another program's time slice takes longer.
 constexpr double kLateWake = 10;
 constexpr double kOtherWake = 2;  // by time slices it varies much
+// Fewer hand-offs of a round say little: the device counts as at least so late as before they were few.
+constexpr int kEnoughHandOffs = 3;
+constexpr double kStillLate = 0.8;
 // Beside another program predictions are worth less, and a retreat does with less of what it has: it may
 // be predicted to take this much longer than to stay. Its trial decides.
 constexpr double kUnsure = 1.1;
@@ -103,8 +106,14 @@ TransferPolicy::Adopted& TransferPolicy::find_or_choose(const RoundShape& shape)
   if (chooses_) {
     const LoadMonitor& monitor = monitors_[static_cast<size_t>(class_of(shape))];
     made.assumed = monitor.drifts();
-    const Question question{shape,       made.version, made.choice, false, speeds_of(monitor),
-                            made.assumed, "the plan's own times"};
+    const Question question{.shape = shape,
+                            .version = made.version,
+                            .present = made.choice,
+                            .may_retreat = false,
+                            .may_exchange = false,
+                            .speeds = speeds_of(monitor),
+                            .drifts = made.assumed,
+                            .reason = "the plan's own times"};
     const int64_t begin_ns = platform::now_ns();
     Answer answer = decide(question, scheduler_);
     const int64_t taken_ns = platform::now_ns() - begin_ns;
@@ -199,6 +208,7 @@ std::optional<TransferPolicy::Question> TransferPolicy::due(const RoundShape& sh
   if (!has_retreated && !is_late(drifts)) {
     adopted.assumed.wake = 1;
     adopted.refused_wake = 0;
+    adopted.may_exchange = true;
   }
   std::string reason = reason_for(adopted, drifts);
   if (options_.choose_at_random) reason = "at random";
@@ -213,18 +223,21 @@ std::optional<TransferPolicy::Question> TransferPolicy::due(const RoundShape& sh
   }
   const bool may_stay = has_retreated && adopted.rounds_in_time < adopted.rounds_to_return;
   Speeds speeds = speeds_of(monitor);
-  if (may_stay) {
-    speeds.hand_off = std::max(speeds.hand_off, adopted.late_hand_off);
-    speeds.wake = std::max(speeds.wake, adopted.late_wake);
+  if (may_stay && monitor.num_hand_offs() < kEnoughHandOffs) {
+    speeds.hand_off = std::max(speeds.hand_off, kStillLate * adopted.late_hand_off);
+    speeds.wake = std::max(speeds.wake, kStillLate * adopted.late_wake);
   }
   adopted.asked_ns = now_ns;
-  return Question{shape,
-                  num_versions_++,
-                  adopted.choice,
-                  may_stay || may_begin_retreat(adopted, drifts) || options_.choose_at_random,
-                  std::move(speeds),
-                  drifts,
-                  std::move(reason)};
+  const bool may_retreat =
+      may_stay || may_begin_retreat(adopted, drifts) || options_.choose_at_random;
+  return Question{.shape = shape,
+                  .version = num_versions_++,
+                  .present = adopted.choice,
+                  .may_retreat = may_retreat,
+                  .may_exchange = may_retreat && adopted.may_exchange,
+                  .speeds = std::move(speeds),
+                  .drifts = drifts,
+                  .reason = std::move(reason)};
 }
 
 TransferPolicy::Answer TransferPolicy::decide(const Question& question,
@@ -233,6 +246,9 @@ TransferPolicy::Answer TransferPolicy::decide(const Question& question,
   if (options_.choose_at_random) {
     answer.choice = options_.choose_at_random(question.shape);
     if (!question.may_retreat) answer.choice.retreats.clear();
+    std::vector<int> advances;
+    for (const Advance& advance : answer.choice.advances) advances.push_back(advance.unit);
+    answer.choice.advances = model_.places_for(advances, answer.choice.retreats);
     answer.is_worthwhile = true;
     return answer;
   }
@@ -242,13 +258,17 @@ TransferPolicy::Answer TransferPolicy::decide(const Question& question,
   TransferSchedule found = model_.schedule(scheduler, shape, speeds);
   if (question.may_retreat) {
     auto most_ns = static_cast<int64_t>(static_cast<double>(found.round_ns) * kUnsure);
-    for (std::vector<int>& retreats : model_.retreats(shape, speeds)) {
-      TransferSchedule other = model_.schedule(scheduler, shape, speeds, retreats);
-      if (other.round_ns >= most_ns) continue;
+    const auto consider = [&](Choice moved) {
+      TransferSchedule other = model_.schedule(scheduler, shape, speeds, moved);
+      if (other.round_ns >= most_ns) return;
       most_ns = other.round_ns;
       found = std::move(other);
-      answer.choice.retreats = std::move(retreats);
+      answer.choice = std::move(moved);
+    };
+    for (std::vector<int>& retreats : model_.retreats(shape, speeds)) {
+      consider({.promotions = {}, .retreats = std::move(retreats), .advances = {}});
     }
+    if (question.may_exchange && !model_.fold().advances.empty()) consider(model_.fold());
   }
   answer.choice.promotions = std::move(found.promotions);
   answer.after_ns = found.round_ns;
@@ -280,16 +300,35 @@ void TransferPolicy::settle(const Question& question, const Answer& answer, cons
   if (begins_retreat) {
     reason += ": " + std::to_string(answer.choice.retreats.size()) + " units retreat to the CPU";
   }
+  if (!answer.choice.advances.empty() && known->before.advances.empty()) {
+    reason += (begins_retreat ? ", " : ": ") + std::to_string(answer.choice.advances.size()) +
+              " advance";
+  }
   log(question.shape, reason, answer, cost);
 }
 
 void TransferPolicy::put_off(const Question& question, const Answer& answer, int64_t until_ns) {
   const auto known = std::ranges::find(adopted_, question.shape, &Adopted::shape);
   if (known == adopted_.end()) return;
-  if (!answer.choice.retreats.empty() && known->choice.retreats.empty()) {
+  if (!answer.choice.advances.empty() && known->choice.advances.empty()) {
+    known->may_exchange = false;
+  } else if (!answer.choice.retreats.empty() && known->choice.retreats.empty()) {
     known->refused_wake = question.drifts.wake;
   } else {
     known->asked_ns = until_ns;
+  }
+}
+
+void TransferPolicy::stop_exchanges() {
+  if (options_.choose_at_random) return;
+  for (Adopted& adopted : adopted_) {
+    if (adopted.choice.advances.empty()) continue;
+    adopted.choice = plain_choice(adopted.shape);
+    adopted.version = num_versions_++;
+    adopted.trial.reset();
+    adopted.assumed.wake = 1;  // so that the question is open again
+    adopted.may_exchange = false;
+    log(adopted.shape, "back: units change places too often", {.choice = adopted.choice}, {});
   }
 }
 

@@ -69,6 +69,7 @@ class TransferPolicy {
     int rounds_to_wait = 0;      // until speeds are those of the choice that came back
     // The drift with which a retreat was no faster, or had no memory; 0: none was refused.
     double refused_wake = 0;
+    bool may_exchange = true;    // false: too little memory for it, or too many prompts
     // Drifts when the retreat began: the few hand-offs that are left say little.
     double late_hand_off = 1, late_wake = 1;
     int rounds_in_time = 0;      // since the device came back late, while retreated
@@ -84,6 +85,7 @@ class TransferPolicy {
     int version;  // that the choice will have
     Choice present;
     bool may_retreat;
+    bool may_exchange;  // units that retreat with others that advance
     Speeds speeds;
     Drifts drifts;
     std::string reason;
@@ -106,6 +108,8 @@ class TransferPolicy {
   void settle(const Question& question, const Answer& answer, const Cost& cost, int64_t now_ns);
   // It could not be made. Ask again later; if it was a retreat, soon, and then for promotions alone.
   void put_off(const Question& question, const Answer& answer, int64_t until_ns);
+  // Rounds of other shapes or sessions come too often: units stay where they are, or retreat alone.
+  void stop_exchanges();
 
   // The oldest that was not taken yet, without struct_size; when_ns 0: there is none.
   atsc_change take_change();

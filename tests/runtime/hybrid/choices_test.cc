@@ -33,12 +33,14 @@ class RandomChooser {
       if (placement_.on_device[unit] && between(random_, 0, 1) < retreats) {
         choice.retreats.push_back(static_cast<int>(unit));
       }
-      if (entry.kind != UnitKind::kWeights || placement_.on_device[unit] ||
-          entry.bytes > placement_.slot_bytes || between(random_, 0, 1) > share) {
-        continue;
+      const bool stays = between(random_, 0, 1) > share;
+      if (entry.kind != UnitKind::kWeights || placement_.on_device[unit] || stays) continue;
+      if (below(random_, 2) == 0) {  // where there is room
+        choice.advances.push_back({static_cast<int>(unit), 0});
+      } else if (entry.bytes <= placement_.slot_bytes) {
+        choice.promotions.push_back(
+            {static_cast<int>(unit), below(random_, placement_.num_slots), -1});
       }
-      choice.promotions.push_back(
-          {static_cast<int>(unit), below(random_, placement_.num_slots), -1});
     }
     return choice;
   }
@@ -134,7 +136,7 @@ int count_changes(HybridExecutor& hybrid) {
 
 void test_choices(Random& random, const std::string& path, int num_rounds) {
   constexpr int kRoundsOfPlan = 100;
-  int num_changes = 0, num_retreats = 0, num_left = num_rounds;
+  int num_changes = 0, num_retreats = 0, num_exchanges = 0, num_left = num_rounds;
   for (; num_left > 0; num_left -= kRoundsOfPlan) {
     const RandomPlan made(random, 1 + below(random, 5));
     const Placement placement = random_placement(random, made, between(random, 0, 0.8));
@@ -152,10 +154,12 @@ void test_choices(Random& random, const std::string& path, int num_rounds) {
          change = hybrid.take_change()) {
       ++num_changes;
       num_retreats += change.num_retreated > 0;
+      num_exchanges += std::strstr(change.reason, " advance") != nullptr;
     }
   }
   EXPECT(num_changes > num_rounds / 20);
   EXPECT(num_retreats > num_changes / 10);
+  EXPECT(num_exchanges > num_changes / 50);  // that begin
 }
 
 // A decode step of both, with the same logits; near the end of the context both go back.

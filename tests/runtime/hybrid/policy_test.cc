@@ -6,6 +6,7 @@
 //     policy_test probe TRIALS SEED FILE     a link that nobody uses has recovered: it is tried again
 //     policy_test mistake TRIALS SEED FILE   choices slow rounds down for reasons that no model knows
 //     policy_test retreat TRIALS SEED FILE   the device comes back late: the host takes units over
+//     policy_test fold TRIALS SEED FILE      units exchanged so that the host has the first ones
 //     policy_test options TRIALS SEED FILE   how large a change is one, and how soon the next
 //     policy_test overhead ROUNDS SEED FILE  what watching costs a round; constant speeds are no news
 //
@@ -247,14 +248,17 @@ class Game {
     const Speeds speeds = machine_.speeds();
     int64_t best_ns = INT64_MAX;
     for (const std::vector<int>& retreats : machine_.model.retreats(shape, speeds)) {
-      const auto found = machine_.model.schedule(scheduler_, shape, speeds, retreats);
-      best_ns = std::min(best_ns, found.round_ns);
+      const Choice moved{.promotions = {}, .retreats = retreats, .advances = {}};
+      best_ns = std::min(best_ns, machine_.model.schedule(scheduler_, shape, speeds, moved).round_ns);
     }
-    return best_ns;
+    const Choice& fold = machine_.model.fold();
+    if (fold.advances.empty()) return best_ns;
+    return std::min(best_ns, machine_.model.schedule(scheduler_, shape, speeds, fold).round_ns);
   }
 
   size_t num_promoted() { return policy_.choice_of(shape).choice.promotions.size(); }
   bool has_retreated() { return !policy_.choice_of(shape).choice.retreats.empty(); }
+  bool has_folded() { return !policy_.choice_of(shape).choice.advances.empty(); }
   // Of a round, to the device, that do not wait for a copy.
   int64_t num_hand_offs() const {
     return std::ranges::count_if(round_.built.splits.runs, [](const auto& run) {
@@ -434,7 +438,7 @@ void test_retreat(Random& random, const std::string& path, int num_trials) {
     game.play(100, 0.02);
     std::fprintf(stderr, "%d: wake %.1f ms, regret %.2f -> %.2f, %s, %lld hand-offs, %d questions\n",
                  trial, static_cast<double>(machine.wake_ns) / 1e6, before, game.regret(true),
-                 game.has_retreated() ? "retreated" : "at home",
+                 game.has_folded() ? "folded" : game.has_retreated() ? "retreated" : "at home",
                  static_cast<long long>(game.num_hand_offs()), game.num_questions);
     EXPECT(game.num_questions <= (helps ? 3 : 4));
     if (!helps) {
@@ -470,12 +474,60 @@ void test_retreat(Random& random, const std::string& path, int num_trials) {
       game.play(1, 0.02);
       EXPECT(machine.now_ns < gone_ns + 100'000'000'000);
     }
+    // A random placement may be worse than the fold also while nobody presses.
+    const auto home_ns = static_cast<double>(game.best_at_home_ns());
+    if (static_cast<double>(game.best_retreated_ns()) < 0.97 * home_ns) continue;
     game.play(1000, 0.02);
     EXPECT(!game.has_retreated());
     const bool knows_link = trial % 2 != 0;  // after 10 s and more without copies
-    EXPECT(game.regret(true) < 0.05 || !knows_link);
+    EXPECT(game.regret() < 0.05 || !knows_link);
   }
   EXPECT(num_retreats > num_trials / 4 && num_refused > num_trials / 8);
+}
+
+// Who takes whose place in a fold: the same memory, used once, and one hand-off each way.
+void test_fold(Random& random, const std::string& path, int num_trials) {
+  int num_folds = 0;
+  for (int trial = 0; trial < num_trials; ++trial) {
+    const RandomPlan made = plan_with_times(random, 2 + below(random, 10));
+    Placement placement = random_placement(random, made, 0);
+    const double share = between(random, 0.2, 0.8);
+    for (size_t unit = 0; unit < made.units.size(); ++unit) {
+      const bool is_cache = made.units[unit].kind == UnitKind::kKvCache;  // which never advances
+      placement.on_device[unit] = is_cache || between(random, 0, 1) < share;
+    }
+    Setup setup(made, path, placement, VirtualOptions{}, 1, 1);
+    const DeviceShare& on = setup.residency->share();
+    const TransferModel model(setup.plan, *setup.residency);
+    const Choice& fold = model.fold();
+    if (fold.advances.empty()) continue;
+    ++num_folds;
+    EXPECT(std::ranges::is_sorted(fold.retreats) && fold.promotions.empty());
+    std::vector<bool> is_taken(on.weights_bytes);
+    int first_unit = INT_MAX;
+    for (const Advance& advance : fold.advances) {
+      const uint64_t bytes = made.units[static_cast<size_t>(advance.unit)].bytes;
+      EXPECT(advance.offset % 256 == 0 && advance.offset + bytes <= on.weights_bytes);
+      EXPECT(on.unit_on_device[static_cast<size_t>(advance.unit)] == 0);
+      for (uint64_t at = advance.offset; at < advance.offset + bytes; ++at) {
+        EXPECT(!is_taken[at]);
+        is_taken[at] = true;
+      }
+      first_unit = std::min(first_unit, advance.unit);
+    }
+    // What nobody gave up is nobody else's.
+    for (int unit = 0; unit < setup.plan.num_units; ++unit) {
+      const uint64_t begin = on.unit_offsets[static_cast<size_t>(unit)];
+      if (begin == kNowhere || std::ranges::binary_search(fold.retreats, unit)) continue;
+      for (uint64_t at = begin; at < begin + setup.plan.units[unit].bytes; ++at) EXPECT(!is_taken[at]);
+    }
+    EXPECT(fold.retreats.back() < first_unit);
+    const BuiltRound round = build_round(setup.plan, *setup.residency,
+                                         *setup.residency->take_place(), 1, 1, fold);
+    EXPECT(round.splits.runs.size() <= 2);
+  }
+  std::fprintf(stderr, "%d of %d placements can be folded\n", num_folds, num_trials);
+  EXPECT(num_folds > num_trials / 4);
 }
 
 // A threshold of 50 % lets a change of 35 % pass; an interval of 200 rounds holds the next question up.
@@ -563,6 +615,7 @@ int main(int argc, char** argv) {
   if (name == "noise") test_noise(random, argv[4], count);
   if (name == "probe") test_probe(random, argv[4], count);
   if (name == "retreat") test_retreat(random, argv[4], count);
+  if (name == "fold") test_fold(random, argv[4], count);
   if (name == "mistake") test_mistake(random, argv[4], count);
   if (name == "options") test_options(random, argv[4], count);
   if (name == "overhead") test_overhead(random, argv[4], count);
