@@ -75,7 +75,7 @@ class FakeSession:
         self.held += list(ids)
         assert len(self.held) <= CONTEXT
 
-    def decode(self, token: int) -> None:
+    def decode(self, token: int, *, copy: bool = True) -> None:
         self.log.append(("decode", token))
         self.held.append(token)
         assert len(self.held) <= CONTEXT

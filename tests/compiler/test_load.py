@@ -279,8 +279,8 @@ class SlowedSession(FakeSession):
     deepest = 0
     now = 0.0
 
-    def decode(self, token: int) -> None:
-        super().decode(token)
+    def decode(self, token: int, *, copy: bool = True) -> None:
+        super().decode(token, copy=copy)
         SlowedSession.deepest = max(self.deepest, self.position)
         SlowedSession.now += 0.006 if SlowedSession.pressed else 0.002
 
