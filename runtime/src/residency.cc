@@ -248,26 +248,32 @@ uint64_t Residency::hold_on_host(std::span<const int> units) {
 }
 
 bool Residency::exchange(std::span<const Advance> advances) {
-  if (std::ranges::equal(advances, advanced_)) return false;
-  const auto overlaps = [&](int resident, const Advance& advance) {
-    const uint64_t begin = share_.unit_offsets[static_cast<size_t>(resident)];
-    if (begin == kNowhere) return false;
-    const uint64_t end = begin + plan_.units[resident].bytes;
-    return advance.offset < end && begin < advance.offset + plan_.units[advance.unit].bytes;
-  };
+  if (!is_torn_ && std::ranges::equal(advances, advanced_)) return false;
+  const bool was_torn = std::exchange(is_torn_, true);
   const std::vector<Advance> before = std::exchange(advanced_, {advances.begin(), advances.end()});
   for (int unit = 0; unit < plan_.num_units; ++unit) {
-    const auto is_here = [&](const Advance& advance) { return overlaps(unit, advance); };
-    if (!std::ranges::any_of(before, is_here) || std::ranges::any_of(advances, is_here)) continue;
-    const UnitEntry& entry = plan_.units[unit];
-    device_.upload(this->unit(unit), weights_ + entry.offset, entry.bytes);
+    const bool was_lent = was_torn ? is_on_host_[static_cast<size_t>(unit)] && share_.unit_on_device[unit]
+                                   : is_taken(unit, before);
+    if (!was_lent || is_taken(unit, advances)) continue;
+    device_.upload(this->unit(unit), weights_ + plan_.units[unit].offset, plan_.units[unit].bytes);
   }
   for (const Advance& advance : advances) {
-    if (std::ranges::find(before, advance) != before.end()) continue;
+    if (!was_torn && std::ranges::find(before, advance) != before.end()) continue;
     const UnitEntry& entry = plan_.units[advance.unit];
     device_.upload(place(advance.offset), weights_ + entry.offset, entry.bytes);
   }
+  is_torn_ = false;
   return true;
+}
+
+// Whether one of them has the place of a resident, or part of it.
+bool Residency::is_taken(int resident, std::span<const Advance> advances) const {
+  const uint64_t begin = share_.unit_offsets[static_cast<size_t>(resident)];
+  if (begin == kNowhere) return false;
+  const uint64_t end = begin + plan_.units[resident].bytes;
+  return std::ranges::any_of(advances, [&](const Advance& advance) {
+    return advance.offset < end && begin < advance.offset + plan_.units[advance.unit].bytes;
+  });
 }
 
 // Neighbours in one request, in pieces that a refusal does not make useless.

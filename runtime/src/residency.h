@@ -162,6 +162,7 @@ class Residency {
   void read_unit(int unit);
   void read_to_host(const UnitEntry& entry);
   std::vector<int> missing_units(std::span<const int> units) const;
+  bool is_taken(int resident, std::span<const Advance> advances) const;
   void pin_arena(std::byte* arena);
   void pin_units();
   void make_places(int sessions);
@@ -175,6 +176,7 @@ class Residency {
   const platform::File weights_file_;  // open, for the folder may be exchanged for another plan's
   std::vector<uint8_t> is_on_host_;    // a unit: its weights are in the host's part
   std::vector<Advance> advanced_;      // what has taken the place of residents
+  bool is_torn_ = false;               // an exchange failed: what lies there is not known
   std::vector<HostRange> pinned_;
   std::string notice_;
   DeviceRange units_, caches_, arena_, round_, logits_, scratch_, slots_;

@@ -119,11 +119,14 @@ RoundMaker::Result RoundMaker::fulfil(Order order) {
     }
     const auto mode = order.shape.num_tokens <= kFewRows ? BuildMode::kGraph : BuildMode::kLaunches;
     if (choice != nullptr) {
+      is_reading_ = true;
       result.host_bytes = residency_.hold_on_host(choice->retreats);
+      is_reading_ = false;
       result.round = make(*order.place, order.shape, *choice, order.version, mode);
     }
   } catch (const std::exception&) {
     result.has_failed = true;
+    is_reading_ = false;
   }
   result.taken_ns = platform::now_ns() - begin_ns;
   result.order = std::move(order);

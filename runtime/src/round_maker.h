@@ -3,6 +3,7 @@
 // longer used. The rounds' thread hands in work and takes results between two rounds, and never waits.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <memory>
@@ -49,6 +50,9 @@ class RoundMaker {
   bool submit(Order order);
   std::optional<Result> take();
 
+  // Whether it reads weights, which slows rounds down. Any thread.
+  bool is_reading() const { return is_reading_.load(std::memory_order_relaxed); }
+
   // What is under way will not be handed out. Its session may end.
   void drop_orders();
   // Frees a round soon.
@@ -72,6 +76,7 @@ class RoundMaker {
   std::optional<Result> result_;
   std::vector<std::unique_ptr<HybridRound>> discarded_;
   bool is_busy_ = false, is_unwanted_ = false, quit_ = false;
+  std::atomic<bool> is_reading_{false};
   std::thread thread_;
 };
 
