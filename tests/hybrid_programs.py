@@ -18,8 +18,9 @@ def build_program(name: str, output: Path, flags: tuple[str, ...] = ()) -> Path:
         for path in sorted(toolchain.RUNTIME_SOURCES.glob("*.cc"))
         if not path.stem.startswith("api")
     ]
-    header = (SOURCES / "random_plan.h").read_text()  # part of what the cache compares
-    main = f"{(SOURCES / f'{name}.cc').read_text()}\n#if 0\n{header}\n#endif\n"
+    headers = "".join(path.read_text() for path in sorted(SOURCES.glob("*.h")))
+    # Part of what the cache compares.
+    main = f"{(SOURCES / f'{name}.cc').read_text()}\n#if 0\n{headers}\n#endif\n"
     units = [toolchain.Unit(f"hybrid_{path.stem}", path.read_text(), flags) for path in runtime]
     objects = toolchain.compile_units([*units, toolchain.Unit(name, main, flags)])
     compiler = toolchain.find_compiler()
