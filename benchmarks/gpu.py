@@ -143,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-n", type=int, default=128, metavar="N", help="tokens to write")
     parser.add_argument("-d", default="0,2048", metavar="N,...", help="tokens before")
     parser.add_argument("--loads", default="cpu=60,gpu=60", metavar="LOAD,...", help="external")
-    parser.add_argument("--seconds", type=float, default=5, metavar="S", help="under each load")
+    parser.add_argument("--seconds", type=float, default=8, metavar="S", help="under each load")
     parser.add_argument("-r", type=int, default=2, metavar="N", help="repetitions")
     parser.add_argument("--total", type=float, default=3600, metavar="S", help="of the whole run")
     parser.add_argument("--scale", type=float, default=1, metavar="X", help="budgets of steps")

@@ -155,12 +155,19 @@ Choice TransferModel::folded() const {
   for (size_t split = 1; split < order_.size(); ++split) {
     Choice choice;
     std::vector<int> coming;
+    uint64_t room = 0, needed = 0;
     for (size_t at = 0; at < order_.size(); ++at) {
       const Unit& unit = units_[static_cast<size_t>(order_[at])];
-      if (at < split && unit.on_device) choice.retreats.push_back(order_[at]);
-      if (at >= split && unit.can_come) coming.push_back(order_[at]);
+      const uint64_t bytes = DeviceShare::room_of(plan_.units[order_[at]]);
+      if (at < split && unit.on_device) {
+        choice.retreats.push_back(order_[at]);
+        if (unit.is_lendable) room += bytes;
+      } else if (at >= split && unit.can_come) {
+        coming.push_back(order_[at]);
+        needed += bytes;
+      }
     }
-    if (coming.empty() || choice.retreats.empty()) continue;
+    if (coming.empty() || choice.retreats.empty() || room < needed) continue;
     choice.advances = places_for(coming, choice.retreats);
     if (choice.advances.size() < coming.size()) continue;
     std::ranges::sort(choice.retreats);
