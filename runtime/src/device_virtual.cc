@@ -91,6 +91,7 @@ class VirtualGpu final : public VirtualDevice {
     sleep_until(begin_ns + static_cast<int64_t>(taken_ns * factor));
   }
   void fail_kernel(const std::string& prefix) override;
+  void fail_upload(int after) override { uploads_to_failure_ = after; }
 
  private:
   friend class VirtualExecutable;
@@ -116,6 +117,7 @@ class VirtualGpu final : public VirtualDevice {
   Link to_device_, to_host_;
   std::atomic<double> slowdown_{1}, host_slowdown_{1};
   std::atomic<int64_t> wake_ns_{0};
+  std::atomic<int> uploads_to_failure_{-1};  // below 0: none fails
 
   std::mutex scripts_mutex_;
   std::map<std::string, int64_t> kernel_ns_;
@@ -427,6 +429,9 @@ void VirtualGpu::transfer(const Command& command) {
 
 void VirtualGpu::upload(DeviceAddress target, const void* source, uint64_t bytes) {
   if (bytes == 0) return;
+  if (uploads_to_failure_ >= 0 && uploads_to_failure_-- == 0) {
+    fail(ATSC_DEVICE_ERROR, "the virtual device: copying to it failed, as it was told");
+  }
   Command command{.kind = Command::Kind::kCopyToDevice, .branch = Branch::kCompute};
   command.target = target;
   command.host = const_cast<void*>(source);

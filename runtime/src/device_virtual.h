@@ -42,6 +42,8 @@ class VirtualControls {
   virtual void set_wake_ns(int64_t ns) = 0;
   // The next launch of such a kernel faults, as if it had read outside of memory.
   virtual void fail_kernel(const std::string& prefix) = 0;
+  // The upload after so many others fails; nothing else does.
+  virtual void fail_upload(int after) = 0;
 };
 
 class VirtualDevice : public Device, public VirtualControls {

@@ -74,6 +74,10 @@ def test_weights_that_cannot_be_had(choices_test: Path, why: str) -> None:
     check(choices_test, why, 60, 1)
 
 
+def test_exchanges_that_fail(choices_test: Path) -> None:
+    check(choices_test, "torn", 400, 1)
+
+
 def test_no_memory_for_another_round(choices_test: Path) -> None:
     check(choices_test, "no_memory", 60, 1)
 

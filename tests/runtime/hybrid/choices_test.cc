@@ -4,12 +4,14 @@
 //     choices_test choices ROUNDS SEED FILE   random plans, placements, slots, choices
 //     choices_test damaged ROUNDS SEED FILE   weights of what retreats cannot be read: nothing changes
 //     choices_test no_host_memory ROUNDS SEED FILE   nor where they do not fit
+//     choices_test torn ROUNDS SEED FILE      exchanges that fail midway: the next round is right again
 //     choices_test no_memory ROUNDS SEED FILE two graphs do not fit: the first choice stays
 //     choices_test late ROUNDS SEED FILE      at most so many until units retreat from a late device,
 //                                             and come home
 //     choices_test speeds ROUNDS SEED FILE    at most so many until choices follow the CPU's speed
 //
 // Prints "fine"; FILE is for the weights.
+#include "failure.h"
 #include "random_plan.h"
 
 namespace atsc::testing {
@@ -170,8 +172,8 @@ void decode_alike(Setup& setup, HybridExecutor& hybrid, SessionPlace* place, Ses
     expected.rewind(3);
   }
   const int32_t token = round % kVocab, row = 0;
-  expected.run([&](const Round& r) { return setup.reference.run(r); }, &token, 1, &row, 1);
   ours.run([&](const Round& r) { return hybrid.run(r, *place); }, &token, 1, &row, 1);
+  expected.run([&](const Round& r) { return setup.reference.run(r); }, &token, 1, &row, 1);
   EXPECT(std::memcmp(ours.logits(), expected.logits(), kVocab * sizeof(float)) == 0);
 }
 
@@ -195,6 +197,33 @@ void test_no_memory(Random& random, const std::string& path, int num_rounds) {
   }
   EXPECT(chooser.num_calls() > 1);
   EXPECT(count_changes(hybrid) <= 1);  // the first choice
+}
+
+void test_torn(Random& random, const std::string& path, int num_rounds) {
+  constexpr int kRoundsOfPlan = 50;
+  int num_failures = 0;
+  for (int round = 0; round < num_rounds;) {
+    const RandomPlan made(random, 2 + below(random, 4));
+    const Placement placement = random_placement(random, made, 0.5);
+    Setup setup(made, path, placement, VirtualOptions{}, 2, 1);
+    RandomChooser chooser(made, placement, random(), 1.2);
+    TransferOptions transfer;
+    transfer.choose_at_random = [&](const RoundShape&) { return chooser(); };
+    HybridExecutor hybrid(setup.plan, *setup.residency, setup.executor, setup.pool, transfer);
+    SessionPlace* place = setup.residency->take_place();
+    Session ours(setup.plan, place), expected(setup.plan);
+    for (int end = round + kRoundsOfPlan; round < end;) {
+      if (below(random, 2) == 0) setup.device->fail_upload(below(random, 4));
+      try {
+        decode_alike(setup, hybrid, place, ours, expected, round);
+        ++round;
+      } catch (const Failure&) {
+        ++num_failures;
+      }
+    }
+  }
+  std::fprintf(stderr, "%d failures in %d rounds\n", num_failures, num_rounds);
+  EXPECT(num_failures > num_rounds / 20);
 }
 
 // Everything lives on the device and shall retreat, but weights.bin is cut short after loading, or the
@@ -330,6 +359,7 @@ int main(int argc, char** argv) {
   if (name == "late") test_late(random, argv[4], std::atoi(argv[2]));
   if (name == "damaged") test_refused(random, argv[4], std::atoi(argv[2]), true);
   if (name == "no_host_memory") test_refused(random, argv[4], std::atoi(argv[2]), false);
+  if (name == "torn") test_torn(random, argv[4], std::atoi(argv[2]));
   if (name == "no_memory") test_no_memory(random, argv[4], std::atoi(argv[2]));
   std::puts("fine");
 }
