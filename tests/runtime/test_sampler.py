@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from sampling_chances import chances_of
 
 from atsc.codegen.toolchain import RUNTIME_SOURCES, Unit, compile_units, link_library
 
@@ -53,26 +54,6 @@ def draw(tmp_path_factory: pytest.TempPathFactory) -> Draw:
         return tokens
 
     return call
-
-
-def chances_of(
-    logits: NDArray[np.float32],
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-) -> NDArray[np.float64]:
-    """By definition (src/sampler.h); what is no number is never drawn."""
-    scaled = np.where(np.isnan(logits), -np.inf, logits).astype(np.float64) / temperature
-    chances = np.exp(scaled - scaled.max())
-    chances[chances < min_p * (1 - 1e-6)] = 0
-    order = np.argsort(-scaled, kind="stable")
-    if top_k:
-        chances[order[top_k:]] = 0
-    if 0 < top_p < 1:
-        before = np.cumsum(chances[order]) - chances[order]
-        chances[order[before >= top_p * chances.sum()]] = 0
-    return np.asarray(chances / chances.sum())
 
 
 @pytest.mark.parametrize(

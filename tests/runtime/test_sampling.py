@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from sampling_chances import chances_of
 from tiny_model import CONTEXT, EOS, VOCAB
 
 from atsc.compiler.errors import UsageError
@@ -40,28 +41,6 @@ def _draw(session: Session, count: int, **options: Any) -> NDArray[np.int64]:
     return np.array(tokens)
 
 
-def _softmax(logits: NDArray[np.float32], temperature: float) -> NDArray[np.float64]:
-    scaled = logits.astype(np.float64) / temperature
-    weights: NDArray[np.float64] = np.exp(scaled - scaled.max())
-    return weights / weights.sum()
-
-
-def _expected(
-    logits: NDArray[np.float32], *, temperature: float, top_k: int = 0, top_p: float = 1.0,
-    min_p: float = 0.0,
-) -> NDArray[np.float64]:  # fmt: skip
-    """The distribution by definition (src/sampler.h)."""
-    chances = _softmax(logits, temperature)
-    chances[chances < min_p * chances.max()] = 0
-    order = np.argsort(-chances, kind="stable")
-    if top_k:
-        chances[order[top_k:]] = 0
-    if 0 < top_p < 1:
-        before = np.cumsum(chances[order]) - chances[order]
-        chances[order[before >= top_p * chances.sum()]] = 0
-    return chances / chances.sum()
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -78,7 +57,7 @@ def test_distribution(open_tiny: OpenTiny, options: dict[str, Any]) -> None:
     plan = open_tiny(threads=1)
     count = 4000
     with plan.session() as session:
-        expected = _expected(session.prefill(PROMPT), **options)
+        expected = chances_of(session.prefill(PROMPT), **options)
         drawn = np.bincount(_draw(session, count, seed=11, **options), minlength=VOCAB)
     possible = expected > 0
     assert possible.sum() > 2
