@@ -84,9 +84,6 @@ def summary(events: Sequence[Record]) -> Record:
         inside = [e for e in events if e["cat"] != "round" and overlap_of([span(e)], mine) > 0]
         whole = sum(end - begin for begin, end in mine)
         computing = united(span(e) for e in inside if e["cat"] in ("cpu", "device"))
-        running, waiting = (
-            united(span(e) for e in inside if e["cat"] == cat) for cat in ("device", "device wait")
-        )
         copies = [e for e in inside if e["cat"] == "copy"]
         copying = sum(e["dur"] for e in copies)
         busy = {cat: sum(e["dur"] for e in inside if e["cat"] == cat) for cat in CATEGORIES}
@@ -95,7 +92,7 @@ def summary(events: Sequence[Record]) -> Record:
             "events": {cat: sum(e["cat"] == cat for e in inside) for cat in CATEGORIES},
             "round_us": whole / len(mine),
             "cpu_busy": busy["cpu"] / whole,
-            "gpu_busy": (busy["device"] - overlap_of(running, waiting)) / whole,
+            "gpu_busy": sum(end - begin for begin, end in gpu_work(inside)) / whole,
             "copy_busy": copying / whole,
             "copies_beside_computing": (
                 overlap_of(united(map(span, copies)), computing) / copying if copying else None
@@ -172,6 +169,23 @@ def united(spans: Iterable[Span]) -> list[Span]:
         else:
             joined.append((begin, end))
     return joined
+
+
+def gpu_work(events: Iterable[Record]) -> list[Span]:
+    """When the GPU computed, ascending: its runs, without the waits for weights in them."""
+    spans: dict[str, list[Span]] = {"device": [], "device wait": []}
+    for event in events:
+        if event["cat"] in spans:
+            spans[event["cat"]].append(span(event))
+    waits = united(spans["device wait"])
+    left: list[Span] = []
+    for begin, end in united(spans["device"]):
+        for first, last in waits:
+            if first < end and last > begin:
+                left.append((begin, max(begin, first)))
+                begin = min(end, last)
+        left.append((begin, end))
+    return [(begin, end) for begin, end in left if begin < end]
 
 
 def overlap_of(some: Sequence[Span], others: Sequence[Span]) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gpu_product import overlap_of, span, united, write_tokenizer
+from gpu_product import gpu_work, overlap_of, span, write_tokenizer
 from gpu_run import PeakVram, Record, Run, StepError, say
 
 HERE = Path(__file__).resolve().parent
@@ -149,19 +149,13 @@ def series_of(whole: Record, events: Sequence[Record], num_slices: int = NUM_SLI
         events: all events of the trace.
         num_slices: how many.
     """
-    running, waiting = (
-        united(span(e) for e in events if e["cat"] == cat) for cat in ("device", "device wait")
-    )
+    work = gpu_work(events)
     copies = [e for e in events if e["cat"] == "copy" and e["dur"]]
     width = whole["dur"] / num_slices
     busy, rate = [], []
     for index in range(num_slices):
         part = (whole["ts"] + index * width, whole["ts"] + (index + 1) * width)
-        # A run lasts through its waits for weights.
-        runs = [(max(begin, part[0]), min(end, part[1])) for begin, end in running]
-        runs = [(begin, end) for begin, end in runs if begin < end]
-        taken = sum(end - begin for begin, end in runs) - overlap_of(runs, waiting)
-        busy.append(taken / width)
+        busy.append(overlap_of(work, [part]) / width)
         copied = sum(e["args"]["bytes"] / e["dur"] * overlap_of([span(e)], [part]) for e in copies)
         rate.append(copied / width * 1e6)
     return {"round_us": whole["dur"], "gpu_busy": busy, "h2d_bytes_per_s": rate}

@@ -59,6 +59,15 @@ class Machine:
     """What it takes the GPU to go on with a copied unit, even one that has been there for long;
     behind inputs that cross (for longer) it is hidden."""
 
+    def to_gpu_ns(self, num_bytes: int, is_copied: bool) -> int:
+        """A unit's inputs cross to the GPU; what of it hides `resume_ns` is left out."""
+        crossing_ns = round(self.to_gpu.crossing_ns(num_bytes))
+        return max(crossing_ns - self.resume_ns, 0) if is_copied else crossing_ns
+
+    def to_cpu_ns(self, num_bytes: int) -> int:
+        """A unit's inputs cross to the CPU."""
+        return round(self.to_cpu.crossing_ns(num_bytes))
+
 
 @dataclass(frozen=True, slots=True)
 class Round:
@@ -182,10 +191,11 @@ class _Simulation:
 
     def hand_off(self, unit: int, to: Side, rows: int) -> None:
         """A unit's inputs cross."""
-        link = self._machine.to_gpu if to is Side.GPU else self._machine.to_cpu
-        crossing_ns = round(link.crossing_ns(self._units[unit].input_bytes * rows))
-        if unit in self.promoted:
-            crossing_ns = max(crossing_ns - self._machine.resume_ns, 0)
+        num_bytes = self._units[unit].input_bytes * rows
+        if to is Side.GPU:
+            crossing_ns = self._machine.to_gpu_ns(num_bytes, unit in self._copied)
+        else:
+            crossing_ns = self._machine.to_cpu_ns(num_bytes)
         self._occupy(Track.HAND_OFF, unit, crossing_ns)
 
     def run_on_cpu(self, unit: int) -> None:

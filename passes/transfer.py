@@ -78,18 +78,13 @@ def transferable(
     rows: int,
 ) -> list[Transferable]:
     """A round of `rows` tokens as a scheduler takes it; arguments as of `simulate_round`."""
-
-    def crossing_ns(unit: UnitCost, here: bool) -> int:
-        whole_ns = round(machine.to_gpu.crossing_ns(unit.input_bytes * rows))
-        return whole_ns if here else max(whole_ns - machine.resume_ns, 0)
-
     return [
         Transferable(
             cpu_ns=each.cpu_ns,
             gpu_ns=each.gpu_ns + (0 if here else machine.resume_ns),
             transfer_ns=each.transfer_ns,
-            to_gpu_ns=crossing_ns(unit, here),
-            to_cpu_ns=round(machine.to_cpu.crossing_ns(unit.input_bytes * rows)),
+            to_gpu_ns=machine.to_gpu_ns(unit.input_bytes * rows, is_copied=not here),
+            to_cpu_ns=machine.to_cpu_ns(unit.input_bytes * rows),
             num_bytes=unit.num_bytes,
             on_gpu=here,
             can_be_promoted=unit.kind is Kind.WEIGHTS and unit.side is not Side.HOST,
