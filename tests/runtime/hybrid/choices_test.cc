@@ -164,18 +164,36 @@ void test_choices(Random& random, const std::string& path, int num_rounds) {
   EXPECT(num_exchanges > num_changes / 50);  // that begin
 }
 
-// A decode step of both, with the same logits; near the end of the context both go back.
-void decode_alike(Setup& setup, HybridExecutor& hybrid, SessionPlace* place, Session& ours,
-                  Session& expected, int32_t round) {
-  if (ours.position() == kContext) {
-    ours.rewind(3);
-    expected.rewind(3);
+// A session on both sides, and one of the host alone that says what it should answer.
+class Decoding {
+ public:
+  Decoding(Setup& setup, const TransferOptions& options)
+      : setup_(setup),
+        hybrid_(setup.plan, *setup.residency, setup.executor, setup.pool, options),
+        place_(setup.residency->take_place()),
+        ours_(setup.plan, place_),
+        expected_(setup.plan) {}
+
+  // A decode step of both, with the same logits; near the end of the context both go back.
+  void step(int32_t round) {
+    if (ours_.position() == kContext) {
+      ours_.rewind(3);
+      expected_.rewind(3);
+    }
+    const int32_t token = round % kVocab, row = 0;
+    ours_.run([&](const Round& r) { return hybrid_.run(r, *place_); }, &token, 1, &row, 1);
+    expected_.run([&](const Round& r) { return setup_.reference.run(r); }, &token, 1, &row, 1);
+    EXPECT(std::memcmp(ours_.logits(), expected_.logits(), kVocab * sizeof(float)) == 0);
   }
-  const int32_t token = round % kVocab, row = 0;
-  ours.run([&](const Round& r) { return hybrid.run(r, *place); }, &token, 1, &row, 1);
-  expected.run([&](const Round& r) { return setup.reference.run(r); }, &token, 1, &row, 1);
-  EXPECT(std::memcmp(ours.logits(), expected.logits(), kVocab * sizeof(float)) == 0);
-}
+
+  HybridExecutor& hybrid() { return hybrid_; }
+
+ private:
+  Setup& setup_;
+  HybridExecutor hybrid_;
+  SessionPlace* place_;
+  Session ours_, expected_;
+};
 
 void test_no_memory(Random& random, const std::string& path, int num_rounds) {
   const RandomPlan made(random, 3);
@@ -188,15 +206,13 @@ void test_no_memory(Random& random, const std::string& path, int num_rounds) {
   RandomChooser chooser(made, placement, random(), 0);
   TransferOptions transfer;
   transfer.choose_at_random = [&](const RoundShape&) { return chooser(); };
-  HybridExecutor hybrid(setup.plan, *setup.residency, setup.executor, setup.pool, transfer);
-  SessionPlace* place = setup.residency->take_place();
-  Session ours(setup.plan, place), expected(setup.plan);
+  Decoding decoding(setup, transfer);
   for (int32_t round = 0; round < num_rounds; ++round) {
-    decode_alike(setup, hybrid, place, ours, expected, round);
+    decoding.step(round);
     EXPECT(setup.device->memory().executables == options.graph_bytes);
   }
   EXPECT(chooser.num_calls() > 1);
-  EXPECT(count_changes(hybrid) <= 1);  // the first choice
+  EXPECT(count_changes(decoding.hybrid()) <= 1);  // the first choice
 }
 
 void test_torn(Random& random, const std::string& path, int num_rounds) {
@@ -209,13 +225,11 @@ void test_torn(Random& random, const std::string& path, int num_rounds) {
     RandomChooser chooser(made, placement, random(), 1.2);
     TransferOptions transfer;
     transfer.choose_at_random = [&](const RoundShape&) { return chooser(); };
-    HybridExecutor hybrid(setup.plan, *setup.residency, setup.executor, setup.pool, transfer);
-    SessionPlace* place = setup.residency->take_place();
-    Session ours(setup.plan, place), expected(setup.plan);
+    Decoding decoding(setup, transfer);
     for (int end = round + kRoundsOfPlan; round < end;) {
       if (below(random, 2) == 0) setup.device->fail_upload(below(random, 4));
       try {
-        decode_alike(setup, hybrid, place, ours, expected, round);
+        decoding.step(round);
         ++round;
       } catch (const Failure&) {
         ++num_failures;
@@ -240,14 +254,12 @@ void test_refused(Random& random, const std::string& path, int num_rounds, bool 
     ++num_calls;
     return Choice{{}, {1, 2, 3}};
   };
-  HybridExecutor hybrid(setup.plan, *setup.residency, setup.executor, setup.pool, transfer);
-  SessionPlace* place = setup.residency->take_place();
-  Session ours(setup.plan, place), expected(setup.plan);
+  Decoding decoding(setup, transfer);
   for (int32_t round = 0; round < num_rounds; ++round) {
-    decode_alike(setup, hybrid, place, ours, expected, round);
+    decoding.step(round);
   }
   EXPECT(num_calls > 1);
-  EXPECT(count_changes(hybrid) <= 1);  // the first choice
+  EXPECT(count_changes(decoding.hybrid()) <= 1);  // the first choice
 }
 
 // A plan with made-up times: a unit takes 100 us on the CPU, and a tenth of that on the device. On
@@ -320,17 +332,15 @@ void test_speeds(Random& random, const std::string& path, int num_rounds) {
   VirtualOptions options;
   options.link_bytes_per_s = 100e6;
   Setup setup(made, path, placement, options, 1, 1);
-  HybridExecutor hybrid(setup.plan, *setup.residency, setup.executor, setup.pool);
-  SessionPlace* place = setup.residency->take_place();
-  Session ours(setup.plan, place), expected(setup.plan);
+  Decoding decoding(setup, {});
   int num_promoted = 0, num_changes = 0;
   for (const double slowdown : {1, 2000, 1}) {
     setup.device->set_host_slowdown(slowdown);
     const auto is_as_wanted = [&] { return (num_promoted > 0) == (slowdown > 1); };
     for (int32_t round = 0; round < num_rounds; ++round) {
-      decode_alike(setup, hybrid, place, ours, expected, round);
-      for (atsc_change change = hybrid.take_change(); change.when_ns != 0;
-           change = hybrid.take_change()) {
+      decoding.step(round);
+      for (atsc_change change = decoding.hybrid().take_change(); change.when_ns != 0;
+           change = decoding.hybrid().take_change()) {
         num_promoted = change.num_promoted;
         ++num_changes;
         std::fprintf(stderr, "%s: %d promoted, %.2f ms -> %.2f ms, swap %.1f us, made in %.1f us\n",
