@@ -26,8 +26,6 @@ class DeviceRequest:
     headroom_bytes: int
     prompt_share: float
     chunk: int
-    cpu_share: float = 1.0
-    """The CPU's speed while weights are copied, as a share of its speed alone."""
 
 
 def plan_device(
@@ -58,7 +56,7 @@ def plan_device(
             annotation.indices,
             annotation.to_gpu,
             annotation.to_cpu,
-            request.cpu_share,
+            annotation.cpu_share,
             request.chunk,
         ),
         request.policy,
@@ -85,7 +83,7 @@ def plan_device(
         decode=decode,
         prefill=prefill,
         rungs=[(rung, _spread(rung.placement.on_gpu, annotation, num_units)) for rung in rungs],
-        cpu_share=request.cpu_share,
+        cpu_share=annotation.cpu_share,
         promoted=[wanted.promoted(rung) for rung in rungs],
     )
 

@@ -13,7 +13,7 @@ from atsc.passes.annotate import Annotation, Load, input_bytes, locate, prefill_
 from atsc.passes.ladder import FixedBytes
 from atsc.passes.partition import Unit, UnitKind
 from atsc.passes.placement import Kind, Times
-from atsc.passes.retarget import PlanCosts, cpu_share_of
+from atsc.passes.retarget import PlanCosts
 from atsc.passes.work import NodeWork, node_work
 from atsc.targets.target import Target
 
@@ -91,10 +91,10 @@ def device_section(
         to_gpu_ns_per_byte=float(to_gpu.ns_per_byte),
         to_cpu_ns=float(to_cpu.latency_ns),
         to_cpu_ns_per_byte=float(to_cpu.ns_per_byte),
-        cpu_share=cpu_share_of(target.ram_read_bytes_per_s, target.ram_read_shared_bytes_per_s),
+        cpu_share=annotation.cpu_share,
     )
     costs = PlanCosts(
-        annotation.costs, annotation.indices, to_gpu, to_cpu, link.cpu_share, load.rows
+        annotation.costs, annotation.indices, to_gpu, to_cpu, annotation.cpu_share, load.rows
     )
     return plan.Device(
         kind=tables.kind,

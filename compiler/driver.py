@@ -39,7 +39,6 @@ from atsc.passes.limit_context import LimitContext, choose_context
 from atsc.passes.optimise import optimise
 from atsc.passes.partition import Schedule, partition_units, schedule_groups
 from atsc.passes.policies import POLICIES
-from atsc.passes.retarget import cpu_share_of
 from atsc.targets.target import Target, resolve
 
 T = TypeVar("T")
@@ -290,7 +289,6 @@ def _place(b: Compilation, annotation: Annotation) -> DeviceTables:
         headroom_bytes=fixed.headroom,
         prompt_share=options.prompt_share,
         chunk=b.limits.chunk,
-        cpu_share=cpu_share_of(b.target.ram_read_bytes_per_s, b.target.ram_read_shared_bytes_per_s),
     )
     scheduler = load_scheduler(toolchain=options.toolchain)
     return plan_device(request, annotation, fixed, b.code.device, len(b.parts.units), scheduler)

@@ -128,10 +128,11 @@ def _measured(b: Compilation, timer: MeasuredTimer) -> Target:
     vram, gpu_ops = rates(Side.GPU)
     link = timer.link_profile()
     to_gpu, to_cpu = timer.link(Side.GPU), timer.link(Side.HOST)
-    fixed = b.fixed_bytes(Annotation((), (), to_gpu, to_cpu, timer.fixed_device_bytes()))
+    fixed_bytes = timer.fixed_device_bytes()
+    fixed = b.fixed_bytes(Annotation((), (), to_gpu, to_cpu, fixed_device_bytes=fixed_bytes))
     return dataclasses.replace(
         found,
-        ram_read_shared_bytes_per_s=read / link["cpu_slowdown"],
+        ram_read_shared_bytes_per_s=read * timer.cpu_share(),
         vram_read_bytes_per_s=vram,
         gpu_ops_per_s=gpu_ops,
         h2d_bytes_per_s=link["to_device_bytes_per_s"],

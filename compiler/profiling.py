@@ -60,6 +60,10 @@ class MeasuredTimer:
         rate = found[f"to_{direction}_bytes_per_s"]
         return Link(found[f"hand_off_to_{direction}_ns"], 1e9 / rate)
 
+    def cpu_share(self) -> float:
+        """See Timer."""
+        return min(1 / self.link_profile()["cpu_slowdown"], 1.0)
+
     def fixed_device_bytes(self) -> int:
         """What the process holds of the GPU whatever lives there."""
         return int(self.link_profile()["fixed_device_bytes"])

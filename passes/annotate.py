@@ -33,6 +33,9 @@ class Timer(Protocol):
     def link(self, to: Side) -> Link:
         """What activations cost that cross to one side."""
 
+    def cpu_share(self) -> float:
+        """The CPU's speed while weights are copied, as a share of its speed alone."""
+
 
 @dataclass(frozen=True, slots=True)
 class Annotation:
@@ -46,6 +49,8 @@ class Annotation:
     indices: tuple[int, ...]
     to_gpu: Link
     to_cpu: Link
+    cpu_share: float = 1.0
+    """The CPU's speed while weights are copied, as a share of its speed alone."""
     fixed_device_bytes: int | None = None
     """What the process holds of the GPU whatever is resident, where it was measured."""
 
@@ -114,7 +119,8 @@ def annotate(
             )
         )
         indices.append(index)
-    return Annotation(tuple(costs), tuple(indices), timer.link(Side.GPU), timer.link(Side.HOST))
+    to_gpu, to_cpu = timer.link(Side.GPU), timer.link(Side.HOST)
+    return Annotation(tuple(costs), tuple(indices), to_gpu, to_cpu, timer.cpu_share())
 
 
 def locate(graph: Graph, units: Sequence[Unit]) -> tuple[list[int | None], list[Part]]:
@@ -184,6 +190,8 @@ class Rates:
     hand_off_ns: float
     kernel_ns: float
     """Least time of a kernel on the GPU, and of a barrier-free stage on the CPU."""
+    cpu_share: float = 1.0
+    """The CPU's speed while weights are copied, as a share of its speed alone."""
 
     def roofline(self, side: Side) -> Roofline:
         """One side of the machine."""
@@ -227,7 +235,13 @@ def rates_of(target: Target) -> Rates:
         link_bytes_per_s=found["h2d_bytes_per_s"] * bandwidth,
         hand_off_ns=found["hand_off_ns"],
         kernel_ns=_KERNEL_NS,
+        cpu_share=cpu_share_of(target.ram_read_bytes_per_s, target.ram_read_shared_bytes_per_s),
     )
+
+
+def cpu_share_of(alone: float | None, beside: float | None) -> float:
+    """The CPU's speed beside copies, from its read rates; 1 where either is unknown."""
+    return min(beside / alone, 1.0) if alone and beside else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,3 +270,7 @@ class RooflineTimer:
     def link(self, to: Side) -> Link:
         """See Timer."""
         return Link(self.rates.hand_off_ns, 1e9 / self.rates.link_bytes_per_s)
+
+    def cpu_share(self) -> float:
+        """See Timer."""
+        return self.rates.cpu_share

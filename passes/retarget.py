@@ -67,7 +67,6 @@ def costs_of(
     manifest: plan.Manifest,
     rates: Rates | None = None,
     *,
-    cpu_share: float = 1.0,
     context: int | None = None,
     depth: int | None = None,
 ) -> PlanCosts:
@@ -76,7 +75,6 @@ def costs_of(
     Args:
         manifest: of the plan.
         rates: another machine; None takes the times in the plan.
-        cpu_share: of that machine, as in `Machine`.
         context: tokens that the KV caches hold; None: as the plan says.
         depth: tokens in the caches before a round; None: half of the context.
 
@@ -88,6 +86,7 @@ def costs_of(
     new = Load(context or options.ctx, options.chunk)
     if rates:
         to_gpu = to_cpu = Link(rates.hand_off_ns, 1e9 / rates.link_bytes_per_s)
+        cpu_share = rates.cpu_share
     elif manifest.device:
         link = manifest.device.link
         to_gpu = Link(link.to_gpu_ns, link.to_gpu_ns_per_byte)
@@ -139,13 +138,6 @@ def scenario_of_rung(manifest: plan.Manifest, costs: PlanCosts, number: int = -1
     return costs.scenario(
         on_gpu, rung.slot_bytes, rung.num_slots, device.stream_from_rows, promoted
     )
-
-
-def cpu_share_of(alone_bytes_per_s: float | None, beside_bytes_per_s: float | None) -> float:
-    """The CPU's speed beside copies, from its read rates; 1 where either is unknown."""
-    if not alone_bytes_per_s or not beside_bytes_per_s:
-        return 1.0
-    return min(beside_bytes_per_s / alone_bytes_per_s, 1.0)
 
 
 def _described(name: str, cost: plan.Cost, decode: Times, prefill: Times) -> UnitCost:

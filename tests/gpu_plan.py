@@ -117,7 +117,7 @@ def _placed(manifest: plan.Manifest, name: str, vram_bytes: int, policy: str) ->
     rates = rates_of(target)
     found = costs_of(manifest, rates)
     link = Link(rates.hand_off_ns, 1e9 / rates.link_bytes_per_s)
-    annotation = Annotation(found.units, found.indices, link, link)
+    annotation = Annotation(found.units, found.indices, link, link, found.cpu_share)
     fixed = FixedBytes(target.gpu_context_bytes, MIB, 2 * MIB, MIB)
     request = DeviceRequest(target.gpu, policy, vram_bytes, MIB, PROMPT_SHARE, options.chunk)
     tables = plan_device(request, annotation, fixed, None, len(manifest.units))

@@ -160,7 +160,7 @@ def _setting(args: argparse.Namespace, manifest: Manifest, console: Console) -> 
     from atsc.compiler.compilation import DEFAULT_PROMPT_SHARE
     from atsc.passes.annotate import rates_of
     from atsc.passes.ladder import FixedBytes
-    from atsc.passes.retarget import costs_of, cpu_share_of
+    from atsc.passes.retarget import costs_of
     from atsc.targets.target import resolve
 
     context = args.ctx or manifest.options.ctx
@@ -195,10 +195,7 @@ def _setting(args: argparse.Namespace, manifest: Manifest, console: Console) -> 
     target = resolve(args.target) if args.target else None
     cost_at = functools.partial(costs_of, manifest, context=args.ctx)
     if target:
-        alone, beside = target.ram_read_bytes_per_s, target.ram_read_shared_bytes_per_s
-        cost_at = functools.partial(
-            cost_at, rates=rates_of(target), cpu_share=cpu_share_of(alone, beside)
-        )
+        cost_at = functools.partial(cost_at, rates=rates_of(target))
     costs = cost_at(depth=depth)
     units_at = None
     if depth is not None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from atsc.compiler import profiling
+from atsc.compiler import cli, driver, plan, profiling
 from atsc.compiler.profiling import MeasuredTimer
 from atsc.passes.placement import Link, Side
-from atsc.targets.target import Target
+from atsc.targets.target import Target, resolve
 
 LINK = {
     "to_device_bytes_per_s": 5e9,
@@ -19,6 +21,7 @@ LINK = {
     "to_device_beside_cpu_bytes_per_s": 2e9,
     "hand_off_to_device_ns": 7.0,
     "hand_off_to_host_ns": 8.0,
+    "cpu_slowdown": 1.25,
     "fixed_device_bytes": 99,
 }
 
@@ -40,7 +43,8 @@ class FakePlan:
 
 def ask_all(timer: MeasuredTimer) -> tuple[Any, ...]:
     units = [timer.unit_ns(unit, Side.GPU, 1, 64) for unit in (0, 1, 2)]
-    return (*units, timer.link(Side.GPU), timer.transfer_ns(4000), timer.fixed_device_bytes())
+    link = (timer.link(Side.GPU), timer.transfer_ns(4000), timer.cpu_share())
+    return (*units, *link, timer.fixed_device_bytes())
 
 
 def test_equal_units_are_timed_once_and_a_second_timer_opens_no_plan() -> None:
@@ -53,7 +57,7 @@ def test_equal_units_are_timed_once_and_a_second_timer_opens_no_plan() -> None:
     first = MeasuredTimer(open_plan, ("a", "b", "a"))
     assert not opened, "not before it is asked"
     found = ask_all(first)
-    assert found == (100, 200, 100, Link(7.0, 0.2), 2000, 99)
+    assert found == (100, 200, 100, Link(7.0, 0.2), 2000, 0.8, 99)
     assert plan.asked == [(0, True, 1, 64), (1, True, 1, 64), "link"]
 
     opened.clear()
@@ -83,3 +87,28 @@ def test_times_are_kept_for_one_way_of_timing(
     inputs = tmp_path / "profiler_inputs.cc"
     inputs.write_text(inputs.read_text().replace("kLargeFactor = 8", "kLargeFactor = 9"))
     assert profiling._identity(compilation) != first
+
+
+@pytest.mark.toolchain
+def test_a_plan_for_this_machine_has_what_was_measured_here(
+    export: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = dataclasses.replace(
+        resolve("auto"), gpu="virtual", gpu_model="virtual device", vram_bytes=1 << 30, num_sms=1
+    )
+    assert here.source == "detected"
+    monkeypatch.setattr(driver, "resolve", lambda _: here)
+    monkeypatch.setattr(MeasuredTimer, "link_profile", lambda _: LINK)
+    folder = tmp_path / "plan"
+    options = ("--ctx", "200", "--chunk", "64", "--vram", "2M", "--threads", "1")
+    assert cli.main(["compile", str(export("llama3-int4-cpu")), "-o", str(folder), *options]) == 0
+    device = plan.load(folder).device
+    assert device is not None
+    assert device.link == plan.Link(
+        h2d_bytes_per_s=pytest.approx(2e9, rel=1e-3),
+        to_gpu_ns=7.0,
+        to_gpu_ns_per_byte=0.2,
+        to_cpu_ns=8.0,
+        to_cpu_ns_per_byte=0.25,
+        cpu_share=0.8,
+    )

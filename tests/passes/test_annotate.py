@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from graphs import parse_graph
 
 from atsc.compiler.ir import Graph
-from atsc.passes.annotate import Load, annotate, locate
+from atsc.passes.annotate import Load, annotate, cpu_share_of, locate
 from atsc.passes.partition import UnitKind, partition_units
 from atsc.passes.placement import Kind, Link, Part, Side, Times
 
@@ -51,6 +51,9 @@ class Recorder:
     def link(self, to: Side) -> Link:
         return Link(7 if to is Side.GPU else 8, 0.5)
 
+    def cpu_share(self) -> float:
+        return 0.75
+
 
 def test_units_are_timed_as_rounds_will_run_them() -> None:
     graph = decoder()
@@ -61,6 +64,7 @@ def test_units_are_timed_as_rounds_will_run_them() -> None:
         graph, units, sizes, timer, LOAD, lambda what, done, of: told.append((done, of))
     )
     assert (found.to_gpu, found.to_cpu) == (Link(7, 0.5), Link(8, 0.5))
+    assert found.cpu_share == 0.75
     assert told == [(index, len(units)) for index in range(len(units))]
     indices = [i for i, unit in enumerate(units) if unit.kind is not UnitKind.SHARED]
     assert list(found.indices) == indices
@@ -94,3 +98,9 @@ def test_layers_and_parts_follow_from_the_graph() -> None:
 def test_a_short_context_leaves_no_place_before_a_chunk() -> None:
     assert Load(context=20, chunk=16).position(16) == 0
     assert Load(context=8, chunk=16).rows == 8
+
+
+def test_the_cpu_beside_copies() -> None:
+    assert cpu_share_of(60e9, 45e9) == 0.75
+    assert cpu_share_of(60e9, 61e9) == 1
+    assert cpu_share_of(60e9, None) == cpu_share_of(None, 45e9) == 1

@@ -18,7 +18,7 @@ from atsc.compiler.ir import Graph
 from atsc.passes.annotate import Annotation, Load, Rates, RooflineTimer, annotate, rates_of
 from atsc.passes.limit_context import cache_capacity
 from atsc.passes.partition import Unit, UnitKind, partition_units
-from atsc.passes.retarget import costs_by_work, costs_of, cpu_share_of
+from atsc.passes.retarget import costs_by_work, costs_of
 from atsc.targets.target import resolve
 
 LOAD = Load(context=96, chunk=16)
@@ -163,9 +163,3 @@ def test_a_plan_without_times(tmp_path: Path) -> None:
     for unit, cost in zip(manifest.units, by_work.units, strict=True):
         assert unit.cost is not None
         assert cost.decode.cpu_ns == sum(unit.cost.decode.bytes)
-
-
-def test_the_cpu_beside_copies() -> None:
-    assert cpu_share_of(60e9, 45e9) == 0.75
-    assert cpu_share_of(60e9, 61e9) == 1
-    assert cpu_share_of(60e9, None) == cpu_share_of(None, 45e9) == 1
