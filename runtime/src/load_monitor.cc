@@ -101,7 +101,7 @@ void LoadMonitor::observe_cpu(const RoundShape& shape, const RoundRecord& record
     for (const int node : splits.segments[index].nodes) {
       const int unit = model_.unit_timed_at(node);
       if (unit < 0) continue;
-      add_unit(unit, model_.times(unit, shape).cpu_ns * cpu_shares_[static_cast<size_t>(unit)]);
+      add_unit(unit, model_.times(unit, shape).cpu_ns, cpu_shares_[static_cast<size_t>(unit)]);
     }
   }
   learn(cpu_shares_, cpu_);
@@ -121,7 +121,7 @@ void LoadMonitor::observe_gpu(const RoundShape& shape, const RoundRecord& record
     for (const DeviceStep& step : splits.runs[index].steps) {
       const int unit = model_.unit_timed_at(step.node);
       if (unit < 0) continue;
-      add_unit(unit, model_.times(unit, shape).gpu_ns * gpu_shares_[static_cast<size_t>(unit)]);
+      add_unit(unit, model_.times(unit, shape).gpu_ns, gpu_shares_[static_cast<size_t>(unit)]);
     }
   }
   learn(gpu_shares_, gpu_);
@@ -131,13 +131,15 @@ void LoadMonitor::add_part(double taken_ns) {
   parts_.push_back({taken_ns, 0, units_.size(), units_.size()});
 }
 
-void LoadMonitor::add_unit(int unit, double expected_ns) {
-  units_.push_back(unit);
-  parts_.back().expected_ns += expected_ns;
+void LoadMonitor::add_unit(int unit, double planned_ns, double share) {
+  units_.push_back({unit, planned_ns});
+  parts_.back().expected_ns += planned_ns * share;
   parts_.back().end_unit = units_.size();
 }
 
-// The side's drift from all parts; from what each differs from it, its units' own factors.
+// The side's drift from all parts; from what each differs from it, its units' own factors. These keep
+// their mean: where a few parts take far longer, such as those that another program's time slice
+// interrupts, all others would seem to get faster round by round, and the drift would grow with it.
 void LoadMonitor::learn(std::vector<double>& shares, Drift& drift) {
   double taken_ns = 0, expected_ns = 0;
   for (const Part& part : parts_) {
@@ -149,13 +151,20 @@ void LoadMonitor::learn(std::vector<double>& shares, Drift& drift) {
   const double ratio = taken_ns / expected_ns;
   drift.observe(ratio, clock_ns_);
   const double rate = std::max(kLearningRate, 1.0 / (num_learned_ + 2));
+  double learned_ns = 0;
   for (const Part& part : parts_) {
-    if (part.expected_ns <= 0 || part.taken_ns <= 0) continue;
-    const double own = std::clamp(part.taken_ns / part.expected_ns / ratio, 0.5, 2.0);
-    for (size_t index = part.first_unit; index < part.end_unit; ++index) {
-      double& share = shares[static_cast<size_t>(units_[index])];
-      share = std::clamp(share * (1 + rate * (own - 1)), 1 / kMostShare, kMostShare);
+    double own = 1;
+    if (part.expected_ns > 0 && part.taken_ns > 0) {
+      own = std::clamp(part.taken_ns / part.expected_ns / ratio, 0.5, 2.0);
     }
+    for (size_t index = part.first_unit; index < part.end_unit; ++index) {
+      double& share = shares[static_cast<size_t>(units_[index].unit)];
+      share = std::clamp(share * (1 + rate * (own - 1)), 1 / kMostShare, kMostShare);
+      learned_ns += units_[index].ns * share;
+    }
+  }
+  for (const Planned& planned : units_) {
+    shares[static_cast<size_t>(planned.unit)] *= expected_ns / learned_ns;
   }
 }
 

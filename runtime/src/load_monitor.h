@@ -73,13 +73,17 @@ class LoadMonitor {
     double taken_ns = 0, expected_ns = 0;
     size_t first_unit = 0, end_unit = 0;  // in units_
   };
+  struct Planned {
+    int unit;
+    double ns;
+  };
 
   void observe_cpu(const RoundShape& shape, const RoundRecord& record, const Splits& splits);
   void observe_gpu(const RoundShape& shape, const RoundRecord& record, const Splits& splits);
   void observe_link(const RoundRecord& record);
   void observe_hand_offs(const RoundRecord& record, const Splits& splits);
   void add_part(double taken_ns);
-  void add_unit(int unit, double expected_ns);
+  void add_unit(int unit, double planned_ns, double share);
   void learn(std::vector<double>& shares, Drift& drift);
 
   const Plan& plan_;
@@ -87,7 +91,7 @@ class LoadMonitor {
   Drift cpu_, gpu_, link_, hand_off_, wake_;
   std::vector<double> cpu_shares_, gpu_shares_;  // of a unit: its own factor besides the drift
   std::vector<Part> parts_;  // of the side that is looked at; kept, so that rounds allocate nothing
-  std::vector<int> units_;
+  std::vector<Planned> units_;
   int num_learned_ = 0;
   int64_t recent_round_ns_ = 0;
   int num_hand_offs_ = 0;

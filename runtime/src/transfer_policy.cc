@@ -22,8 +22,8 @@ constexpr double kOtherWake = 2;  // by time slices it varies much
 // Fewer hand-offs of a round say little: the device counts as at least so late as before they were few.
 constexpr int kEnoughHandOffs = 3;
 constexpr double kStillLate = 0.8;
-// Beside another program predictions are worth less, and a retreat does with less of what it has: it may
-// be predicted to take this much longer than to stay. Its trial decides.
+// Beside another program predictions are worth less, and a fold does with least of what that one has: it
+// may be predicted to take this much longer than to stay. Its trial decides.
 constexpr double kUnsure = 1.1;
 
 bool is_late(const Drifts& now) { return now.wake > kLateWake; }
@@ -82,9 +82,10 @@ Choice TransferPolicy::plain_choice(const RoundShape& shape) const {
 
 // Long rounds have next to no hand-offs. What a trial has refused is tried again when the device comes
 // back sooner or later than then by far.
-bool TransferPolicy::may_begin_retreat(const Adopted& adopted, const Drifts& now) const {
+bool TransferPolicy::may_move(const Adopted& adopted, const Drifts& now, double refused_wake) const {
+  if (options_.choose_at_random) return true;
   if (class_of(adopted.shape) != 0 || !is_late(now)) return false;
-  return adopted.refused_wake == 0 || is_other_wake(adopted.refused_wake, now.wake);
+  return refused_wake == 0 || is_other_wake(refused_wake, now.wake);
 }
 
 const TransferPolicy::Adopted& TransferPolicy::choice_of(const RoundShape& shape) {
@@ -149,10 +150,17 @@ void TransferPolicy::go_back(Adopted& adopted) {
   answer.before_ns = adopted.trial.after_ns();
   answer.after_ns = adopted.trial.before_ns();
   const bool had_retreated = !adopted.choice.retreats.empty();
-  const bool retreats = !adopted.before.retreats.empty();
+  const bool had_advanced = !adopted.choice.advances.empty();
   adopted.choice = answer.choice = std::move(adopted.before);
+  const bool retreats = !adopted.choice.retreats.empty();
+  const bool advances = !adopted.choice.advances.empty();
+  if (had_advanced && !advances) {
+    adopted.refused_exchange_wake = adopted.assumed.wake;
+  } else if (had_retreated && !retreats) {
+    adopted.refused_wake = adopted.assumed.wake;
+  }
   if (had_retreated && !retreats) {
-    adopted.refused_wake = std::exchange(adopted.assumed, adopted.assumed_before).wake;
+    adopted.assumed = adopted.assumed_before;
   } else if (retreats && !had_retreated) {
     adopted.rounds_to_return = std::min(2 * adopted.rounds_to_return, kMostRoundsToReturn);
   }
@@ -207,7 +215,7 @@ std::optional<TransferPolicy::Question> TransferPolicy::due(const RoundShape& sh
   if (is_early && !options_.choose_at_random) return std::nullopt;
   if (!has_retreated && !is_late(drifts)) {
     adopted.assumed.wake = 1;
-    adopted.refused_wake = 0;
+    adopted.refused_wake = adopted.refused_exchange_wake = 0;
     adopted.may_exchange = true;
   }
   std::string reason = reason_for(adopted, drifts);
@@ -228,13 +236,15 @@ std::optional<TransferPolicy::Question> TransferPolicy::due(const RoundShape& sh
     speeds.wake = std::max(speeds.wake, kStillLate * adopted.late_wake);
   }
   adopted.asked_ns = now_ns;
-  const bool may_retreat =
-      may_stay || may_begin_retreat(adopted, drifts) || options_.choose_at_random;
+  const bool may_stay_exchanged = may_stay && !adopted.choice.advances.empty();
+  const bool may_retreat = may_stay || may_move(adopted, drifts, adopted.refused_wake);
+  const bool may_exchange =
+      may_stay_exchanged || may_move(adopted, drifts, adopted.refused_exchange_wake);
   return Question{.shape = shape,
                   .version = num_versions_++,
                   .present = adopted.choice,
                   .may_retreat = may_retreat,
-                  .may_exchange = may_retreat && adopted.may_exchange,
+                  .may_exchange = may_exchange && adopted.may_exchange,
                   .speeds = std::move(speeds),
                   .drifts = drifts,
                   .reason = std::move(reason)};
@@ -256,24 +266,30 @@ TransferPolicy::Answer TransferPolicy::decide(const Question& question,
   const Speeds& speeds = question.speeds;
   answer.before_ns = model_.predict(scheduler, shape, speeds, question.present);
   TransferSchedule found = model_.schedule(scheduler, shape, speeds);
+  const auto stay_ns = static_cast<double>(found.round_ns);
+  double most_moved_ns = stay_ns * kUnsure;
+  const auto consider = [&](Choice moved) {
+    TransferSchedule other = model_.schedule(scheduler, shape, speeds, moved);
+    const auto other_ns = static_cast<double>(other.round_ns);
+    if (other_ns >= most_moved_ns) return;
+    most_moved_ns = other_ns;
+    found = std::move(other);
+    answer.choice = std::move(moved);
+  };
   if (question.may_retreat) {
-    auto most_ns = static_cast<int64_t>(static_cast<double>(found.round_ns) * kUnsure);
-    const auto consider = [&](Choice moved) {
-      TransferSchedule other = model_.schedule(scheduler, shape, speeds, moved);
-      if (other.round_ns >= most_ns) return;
-      most_ns = other.round_ns;
-      found = std::move(other);
-      answer.choice = std::move(moved);
-    };
     for (std::vector<int>& retreats : model_.retreats(shape, speeds)) {
       consider({.promotions = {}, .retreats = std::move(retreats), .advances = {}});
     }
-    if (question.may_exchange && !model_.fold().advances.empty()) consider(model_.fold());
+  }
+  if (question.may_exchange && !model_.fold().advances.empty()) {
+    if (most_moved_ns > stay_ns * (1 - kWorthwhileGain)) most_moved_ns = stay_ns * kUnsure;
+    consider(model_.fold());
   }
   answer.choice.promotions = std::move(found.promotions);
   answer.after_ns = found.round_ns;
   // Units come home whatever is predicted: the trial tells whether they should have stayed.
-  const bool returns = !question.present.retreats.empty() && !question.may_retreat;
+  const bool may_move = question.may_retreat || question.may_exchange;
+  const bool returns = !question.present.retreats.empty() && !may_move;
   const auto most_ns = static_cast<double>(answer.before_ns) * (1 - kWorthwhileGain);
   answer.is_worthwhile = returns || static_cast<double>(answer.after_ns) < most_ns;
   return answer;

@@ -67,8 +67,8 @@ class TransferPolicy {
     Choice before = {};          // what comes back if the trial says so
     Drifts assumed_before = {};
     int rounds_to_wait = 0;      // until speeds are those of the choice that came back
-    // The drift with which a retreat was no faster, or had no memory; 0: none was refused.
-    double refused_wake = 0;
+    // Drifts with which it was no faster to retreat, alone or with exchanges, or had no memory; 0: none.
+    double refused_wake = 0, refused_exchange_wake = 0;
     bool may_exchange = true;    // false: too little memory for it, or too many prompts
     // Drifts when the retreat began: the few hand-offs that are left say little.
     double late_hand_off = 1, late_wake = 1;
@@ -84,8 +84,8 @@ class TransferPolicy {
     RoundShape shape;
     int version;  // that the choice will have
     Choice present;
-    bool may_retreat;
-    bool may_exchange;  // units that retreat with others that advance
+    bool may_retreat;   // units to the host, and none to the device
+    bool may_exchange;  // units both ways
     Speeds speeds;
     Drifts drifts;
     std::string reason;
@@ -120,7 +120,8 @@ class TransferPolicy {
   int class_of(const RoundShape& shape) const;
   Adopted& find_or_choose(const RoundShape& shape);
   Choice plain_choice(const RoundShape& shape) const;
-  bool may_begin_retreat(const Adopted& adopted, const Drifts& now) const;
+  // Units to the other side, which has not been refused at this lateness of the device.
+  bool may_move(const Adopted& adopted, const Drifts& now, double refused_wake) const;
   std::string reason_for(const Adopted& adopted, const Drifts& now) const;
   bool is_off(double assumed, double now) const;
   void go_back(Adopted& adopted);

@@ -35,7 +35,15 @@ def check(program: Path, name: str, count: int, seed: int, timeout: float = 120)
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("change", 300), ("noise", 40), ("probe", 10), ("retreat", 20), ("fold", 60), ("options", 20)],
+    [
+        ("change", 300),
+        ("noise", 40),
+        ("probe", 10),
+        ("interruptions", 3000),
+        ("retreat", 20),
+        ("fold", 60),
+        ("options", 20),
+    ],
 )
 @pytest.mark.parametrize("seed", [1, 2])
 def test_choosing_anew(policy_test: Path, name: str, count: int, seed: int) -> None:

@@ -128,7 +128,7 @@ void test_retreat(Random& random, const std::string& path, int num_trials) {
                  trial, static_cast<double>(machine.wake_ns) / 1e6, before, game.regret(true),
                  game.has_folded() ? "folded" : game.has_retreated() ? "retreated" : "at home",
                  static_cast<long long>(game.num_hand_offs()), game.num_questions);
-    EXPECT(game.num_questions <= (helps ? 3 : 4));
+    EXPECT(game.num_questions <= (helps ? 4 : 5));
     if (!helps) {
       EXPECT(!game.has_retreated());
       EXPECT(game.regret() < 0.05);
@@ -242,41 +242,93 @@ void test_options(Random& random, const std::string& path, int num_trials) {
   }
 }
 
-// Rounds with 50 segments, 50 runs and 30 copies, at speeds that are not the plan's.
-void test_overhead(Random& random, const std::string& path, int num_rounds) {
-  constexpr int kLayers = 50, kPromoted = 30;
-  constexpr int64_t kMostNs = 400'000;  // 1 % of 40 ms
-  const RandomPlan made = plan_with_times(random, kLayers);
-  Placement placement;
-  placement.on_device = {0};
-  placement.num_slots = 2;
-  placement.slot_bytes = 1 << 20;
-  for (int layer = 0; layer < kLayers; ++layer) {
-    placement.on_device.insert(placement.on_device.end(), {0, 0, 1});
+// Rounds of one token with a run of the device in each layer, and copies in every second one.
+struct Layers {
+  Layers(Random& random, const std::string& path, int num_layers)
+      : made(plan_with_times(random, num_layers)),
+        setup(made, path, placement_of(num_layers), VirtualOptions{}, 1, 1),
+        machine(setup, random) {
+    for (int unit = 4; choice.promotions.size() < static_cast<size_t>(num_layers) / 2; unit += 3) {
+      choice.promotions.push_back({unit, static_cast<int>(choice.promotions.size() % 2), -1});
+    }
+    SessionPlace& place = *setup.residency->take_place();
+    round.built = build_round(setup.plan, *setup.residency, place, 1, 1, choice);
+    const auto num_parts = static_cast<size_t>(num_layers);
+    EXPECT(round.built.splits.segments.size() >= num_parts);
+    EXPECT(round.built.splits.runs.size() >= num_parts);
   }
-  placement.on_device.push_back(1);
-  Setup setup(made, path, placement, VirtualOptions{}, 1, 1);
-  TransferPolicy policy(setup.plan, *setup.residency, {});
-  Machine machine(setup, random);
-  machine.cpu = 1.4, machine.gpu = 0.6, machine.link = 1.3;
+
+  static Placement placement_of(int num_layers) {
+    Placement made;
+    made.on_device = {0};
+    made.num_slots = 2;
+    made.slot_bytes = 1 << 20;
+    for (int layer = 0; layer < num_layers; ++layer) {
+      made.on_device.insert(made.on_device.end(), {0, 0, 1});
+    }
+    made.on_device.push_back(1);
+    return made;
+  }
+
+  RandomPlan made;
+  Setup setup;
+  Machine machine;
   Choice choice;
-  for (int unit = 4; choice.promotions.size() < kPromoted; unit += 3) {
-    choice.promotions.push_back({unit, static_cast<int>(choice.promotions.size() % 2), -1});
+  HybridRound round{.shape = {1, 1}};
+};
+
+// Another program's time slice comes in between in some runs, in others each time: units take as long as
+// they do on average, those as well that do not run on the device.
+void test_interruptions(Random& random, const std::string& path, int num_rounds) {
+  constexpr double kSlice = 20;  // times of a run
+  Layers layers(random, path, 24);
+  const TransferModel model(layers.setup.plan, *layers.setup.residency);
+  LoadMonitor monitor(layers.setup.plan, model, 0.15);
+  double taken_ns = 0, own_ns = 0;
+  for (int count = 0; count < num_rounds; ++count) {
+    RoundRecord record = layers.machine.run(layers.round, layers.choice, {random, 0.02});
+    for (RoundRecord::Run& run : record.runs) {
+      int64_t work_ns = run.end_ns - run.begin_ns;
+      for (const RoundRecord::Copy& copy : record.copies) {
+        const int64_t begin_ns = std::max(copy.wait_ns, run.begin_ns);
+        work_ns -= std::max<int64_t>(std::min(copy.ready_ns, run.end_ns) - begin_ns, 0);
+      }
+      own_ns += static_cast<double>(work_ns);
+      if (between(random, 0, 1) < 0.1) {
+        const auto slice_ns = static_cast<int64_t>(kSlice * static_cast<double>(work_ns));
+        run.end_ns += slice_ns;
+        work_ns += slice_ns;
+      }
+      taken_ns += static_cast<double>(work_ns);
+    }
+    monitor.observe(layers.round, record);
   }
-  const RoundShape shape{1, 1};
-  HybridRound round{.shape = shape};
-  round.built = build_round(setup.plan, *setup.residency, *setup.residency->take_place(), 1, 1, choice);
-  const Splits& splits = round.built.splits;
-  EXPECT(splits.segments.size() >= 50 && splits.runs.size() >= 50);
+  const double slowdown = taken_ns / own_ns;
+  const Speeds speeds = monitor.speeds();
+  double highest = 0;
+  for (const double factor : speeds.gpu) highest = std::max(highest, factor);
+  std::fprintf(stderr, "%.2f times as slow, units at most %.2f times\n", slowdown, highest);
+  EXPECT(highest < 2 * slowdown);
+  EXPECT(monitor.drifts().gpu > 0.5 * slowdown);
+}
+
+// Rounds with 50 segments, 50 runs and 25 copies, at speeds that are not the plan's.
+void test_overhead(Random& random, const std::string& path, int num_rounds) {
+  constexpr int64_t kMostNs = 400'000;  // 1 % of 40 ms
+  Layers layers(random, path, 50);
+  Machine& machine = layers.machine;
+  HybridRound& round = layers.round;
+  TransferPolicy policy(layers.setup.plan, *layers.setup.residency, {});
+  machine.cpu = 1.4, machine.gpu = 0.6, machine.link = 1.3;
   std::vector<int64_t> taken_ns;
   int num_questions = 0;
   for (int count = 0; count < num_rounds; ++count) {
-    round.version = policy.choice_of(shape).version;
-    const RoundRecord record = machine.run(round, choice, {random, 0.02});
-    EXPECT(record.copies.size() == kPromoted);
+    round.version = policy.choice_of(round.shape).version;
+    const RoundRecord record = machine.run(round, layers.choice, {random, 0.02});
+    EXPECT(record.copies.size() == layers.choice.promotions.size());
     const int64_t begin_ns = platform::now_ns();
     policy.observe(round, record);
-    const auto question = policy.due(shape, machine.now_ns);
+    const auto question = policy.due(round.shape, machine.now_ns);
     taken_ns.push_back(platform::now_ns() - begin_ns);
     if (!question) continue;
     ++num_questions;
@@ -306,6 +358,7 @@ int main(int argc, char** argv) {
   if (name == "fold") test_fold(random, argv[4], count);
   if (name == "mistake") test_mistake(random, argv[4], count);
   if (name == "options") test_options(random, argv[4], count);
+  if (name == "interruptions") test_interruptions(random, argv[4], count);
   if (name == "overhead") test_overhead(random, argv[4], count);
   std::puts("fine");
 }
