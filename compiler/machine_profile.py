@@ -111,12 +111,12 @@ def _matrix(rng: np.random.Generator, name: str, outputs: int, width: int) -> We
 
 def _measured(b: Compilation, timer: MeasuredTimer) -> Target:
     """Rates from the times of the up projections, which are like each other."""
-    unit = next(i for i, unit in enumerate(b.parts.units) if unit.name == "up0")
-    num_bytes = b.parts.storage.units[unit].bytes
+    units = [i for i, unit in enumerate(b.parts.units) if unit.name.startswith("up")]
+    num_bytes = b.parts.storage.units[units[0]].bytes
     operations = 2 * INNER * HIDDEN * CHUNK
 
     def rates(side: Side) -> tuple[float, float]:
-        row, chunk = (timer.unit_ns(unit, side, rows, 0) for rows in (1, CHUNK))
+        row, chunk = ([timer.unit_ns(i, side, n, 0) for i in units][-1] for n in (1, CHUNK))
         return num_bytes / row * 1e9, operations / chunk * 1e9
 
     read, ops = rates(Side.HOST)

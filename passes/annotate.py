@@ -25,7 +25,10 @@ class Timer(Protocol):
     """Answers how long things take on the target."""
 
     def unit_ns(self, unit: int, side: Side, rows: int, position: int) -> int:
-        """One unit's nodes in a round of `rows` tokens after `position` others, weights cold."""
+        """One unit's nodes in a round of `rows` tokens after `position` others, weights cold.
+
+        It may change until all units have been asked about.
+        """
 
     def transfer_ns(self, num_bytes: int) -> int:
         """A copy from pinned host memory to the GPU beside the CPU's computation."""
@@ -91,21 +94,23 @@ def annotate(
         progress: told how many units are done.
     """
     layers, parts = locate(graph, units)
-    costs, indices = [], []
-    for index, unit in enumerate(units):
+
+    def times(index: int, rows: int) -> Times:
+        position = load.position(rows)
+        on_cpu, on_gpu = (
+            timer.unit_ns(index, side, rows, position) for side in (Side.HOST, Side.GPU)
+        )
+        return Times(on_cpu, on_gpu, timer.transfer_ns(num_bytes[index]))
+
+    indices = [index for index, unit in enumerate(units) if unit.kind is not UnitKind.SHARED]
+    for index in indices:
         if progress:
             progress("timing units", index, len(units))
-        if unit.kind is UnitKind.SHARED:
-            continue
-        transfer_ns = timer.transfer_ns(num_bytes[index])
-
-        def times(rows: int, index: int = index, transfer_ns: int = transfer_ns) -> Times:
-            position = load.position(rows)
-            on_cpu, on_gpu = (
-                timer.unit_ns(index, side, rows, position) for side in (Side.HOST, Side.GPU)
-            )
-            return Times(on_cpu, on_gpu, transfer_ns)
-
+        for rows in (1, prefill_rows(parts[index], load)):
+            times(index, rows)
+    costs = []
+    for index in indices:
+        unit = units[index]
         costs.append(
             UnitCost(
                 name=unit.name,
@@ -113,12 +118,11 @@ def annotate(
                 part=parts[index],
                 layer=layers[index],
                 num_bytes=num_bytes[index],
-                decode=times(1),
-                prefill=times(prefill_rows(parts[index], load)),
+                decode=times(index, 1),
+                prefill=times(index, prefill_rows(parts[index], load)),
                 input_bytes=input_bytes(graph, unit),
             )
         )
-        indices.append(index)
     to_gpu, to_cpu = timer.link(Side.GPU), timer.link(Side.HOST)
     return Annotation(tuple(costs), tuple(indices), to_gpu, to_cpu, timer.cpu_share())
 

@@ -68,6 +68,18 @@ def test_equal_units_are_timed_once_and_a_second_timer_opens_no_plan() -> None:
     assert cast(Any, opened) == [plan]
 
 
+def test_in_decode_some_equal_units_are_timed_on_the_cpu() -> None:
+    plan = FakePlan()
+    timer = MeasuredTimer(lambda: cast(Any, plan), ("a",) * 8 + ("b",))
+    found = [timer.unit_ns(unit, Side.HOST, 1, 0) for unit in range(8)]
+    assert found == [100, 150, 200, 250, 300, 300, 300, 300]
+    assert plan.asked == [(unit, False, 1, 0) for unit in range(profiling.MOST_TIMED)]
+    assert timer.unit_ns(0, Side.HOST, 1, 0) == 300, "nothing is timed twice"
+    for _ in range(2):
+        assert timer.unit_ns(8, Side.HOST, 1, 0) == 600, "fewer equal ones"
+    assert len(plan.asked) == 6
+
+
 def test_times_are_kept_for_one_way_of_timing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
