@@ -18,7 +18,7 @@ CudaRound::CudaRound(CudaDevice& device, const CommandList& list, BuildMode mode
     : Executable(device, list),
       gpu_(device),
       context_(device.context()),
-      is_synchronous_(mode == BuildMode::kSynchronous) {
+      mode_(mode) {
   if (device.hand_off() == nullptr) {
     fail(ATSC_PLAN_ERROR, "the plan has no hand-off kernels: compile the model again");
   }
@@ -27,9 +27,19 @@ CudaRound::CudaRound(CudaDevice& device, const CommandList& list, BuildMode mode
 std::vector<CudaRound::Step> CudaRound::lower(const CommandList& list) {
   std::vector<Step> steps;
   steps.reserve(list.commands().size());
-  for (Command command : list.commands()) {
-    if (is_synchronous_) command.branch = Branch::kCompute;
-    lower(command, steps);
+  const std::span<const Command> commands = list.commands();
+  for (size_t index = 0; index < commands.size(); ++index) {
+    Command command = commands[index];
+    if (mode_ == BuildMode::kSynchronous) command.branch = Branch::kCompute;
+    if (command.kind != Command::Kind::kWaitFlag || !command.spins || mode_ != BuildMode::kGraph) {
+      lower(command, steps);
+      continue;
+    }
+    // One kernel with the transfer that it is a wait for.
+    const bool is_one = index + 1 < commands.size() && commands[index + 1].branch == command.branch &&
+                        commands[index + 1].kind == Command::Kind::kTransfer;
+    if (is_one) ++index;
+    add_hand_offs(commands[index], &command, steps);
   }
   return steps;
 }
@@ -57,7 +67,8 @@ void CudaRound::lower(const Command& command, std::vector<Step>& steps) {
     case Command::Kind::kTransfer:
     case Command::Kind::kSend:
     case Command::Kind::kStamp:
-      return is_synchronous_ ? add_plain_hand_offs(command, steps) : add_hand_offs(command, steps);
+      if (mode_ == BuildMode::kSynchronous) return add_plain_hand_offs(command, steps);
+      return add_hand_offs(command, nullptr, steps);
     case Command::Kind::kWaitFlag:
       step.kind = Step::Kind::kWaitFlag;
       step.flag = command.flag;
@@ -85,8 +96,14 @@ void CudaRound::add_copy(const Command& command, std::vector<Step>& steps) const
   }
 }
 
-void CudaRound::add_hand_offs(const Command& command, std::vector<Step>& steps) const {
+// `wait`: what its kernel spins for at first; it may be the command itself.
+void CudaRound::add_hand_offs(const Command& command, const Command* wait,
+                              std::vector<Step>& steps) const {
   HandOffArgs payload{};
+  if (wait != nullptr) {
+    payload.awaited = static_cast<unsigned*>(as_operand(flag_address(wait->flag)));
+    payload.awaited_value = wait->value;
+  }
   payload.target = as_operand(command.target);
   payload.source = as_operand(command.source);
   payload.bytes = command.bytes;
@@ -96,6 +113,9 @@ void CudaRound::add_hand_offs(const Command& command, std::vector<Step>& steps) 
     const uint64_t enough = (wide + threads - 1) / threads;
     return static_cast<uint32_t>(std::clamp<uint64_t>(enough, 1, kMostBlocks));
   };
+  if (command.kind == Command::Kind::kWaitFlag) {
+    return add_hand_off(command.branch, payload, 1, 32, steps);
+  }
   if (command.kind == Command::Kind::kTransfer) {
     payload.stamp_before = stamp;
     return add_hand_off(command.branch, payload, blocks(kTransferThreads), kTransferThreads, steps);

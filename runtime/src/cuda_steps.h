@@ -52,14 +52,14 @@ class CudaRound : public Executable {
 
   CudaDevice& gpu_;
   const CudaContext& context_;
-  const bool is_synchronous_;
+  const BuildMode mode_;
 
  private:
   void lower(const Command& command, std::vector<Step>& steps);
   void add_hand_off(Branch branch, const HandOffArgs& args, uint32_t blocks, unsigned threads,
                     std::vector<Step>& steps) const;
   void add_copy(const Command& command, std::vector<Step>& steps) const;
-  void add_hand_offs(const Command& command, std::vector<Step>& steps) const;
+  void add_hand_offs(const Command& command, const Command* wait, std::vector<Step>& steps) const;
   void add_plain_hand_offs(const Command& command, std::vector<Step>& steps) const;
 };
 

@@ -100,16 +100,17 @@ void CommandList::signal(Branch branch, int flag, uint32_t value, int stamp) {
 }
 
 void CommandList::receive(Branch branch, DeviceAddress target, DeviceAddress source,
-                          uint64_t bytes, int flag, uint32_t value, int stamp) {
-  wait_flag(branch, flag, value);
+                          uint64_t bytes, int flag, uint32_t value, int stamp, bool spins) {
+  wait_flag(branch, flag, value, spins);
   transfer(branch, target, source, bytes, stamp);
 }
 
-void CommandList::wait_flag(Branch branch, int flag, uint32_t value) {
+void CommandList::wait_flag(Branch branch, int flag, uint32_t value, bool spins) {
   check_flag(flag, value);
   Command& command = add(Command::Kind::kWaitFlag, branch);
   command.flag = flag;
   command.value = value;
+  command.spins = spins;
 }
 
 CommandList::Point CommandList::record(Branch branch) {

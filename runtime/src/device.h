@@ -31,7 +31,10 @@
 // writer: the host (`raise`, then the device waits for it) or the device (`send` or `signal`, then
 // the host waits by `await`). One flag a direction serves a whole decode round. Order is guaranteed
 // with the payload: what the host wrote before `raise` is seen by commands after the device's wait,
-// and what a `send` wrote is seen by the host after `await`.
+// and what a `send` wrote is seen by the host after `await`. While the device waits, other programs may
+// have it, and it comes back when their time slice is over. A wait that spins keeps it, for as long as
+// its own slice lasts: in a graph a kernel polls the flag, on the branch of what follows. (A kernel on
+// another branch keeps what waits from being looked at until the next slice.)
 //
 // Hand-offs cross by copy kernels on mapped memory (zero-copy), never by the copy engines, so they
 // do not queue behind weights. On an H200 one of 20 KiB costs 10 us there and back in a graph, 15
@@ -187,7 +190,7 @@ struct Command {
     kCopyToHost,    // host, source, bytes
     kTransfer,      // target, source, bytes, stamp (before)
     kSend,          // target, source, bytes, stamp (after), then flag = value
-    kWaitFlag,      // until flag has reached value
+    kWaitFlag,      // until flag has reached value; spins
     kStamp,
     kRecord,        // point
     kWaitPoint,
@@ -202,6 +205,7 @@ struct Command {
   uint64_t bytes = 0;
   int flag = 0;
   uint32_t value = 0;
+  bool spins = false;
   int stamp = kNoStamp;
   int point = 0;
 };
@@ -233,8 +237,8 @@ class CommandList {
 
   // A hand-off from the host: waits until the host has raised the flag, then a transfer.
   void receive(Branch branch, DeviceAddress target, DeviceAddress source, uint64_t bytes, int flag,
-               uint32_t value, int stamp = kNoStamp);
-  void wait_flag(Branch branch, int flag, uint32_t value);
+               uint32_t value, int stamp = kNoStamp, bool spins = false);
+  void wait_flag(Branch branch, int flag, uint32_t value, bool spins = false);
 
   // What follows a wait_for of a point runs after all that came before the point on its branch.
   Point record(Branch branch);

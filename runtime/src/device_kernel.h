@@ -30,6 +30,7 @@ struct DeviceArgs {
 };
 
 // Of the kernel `atsc_hand_off` (templates/cuda/handoff). Any pointer but these two may be null.
+// Begins with `awaited`: each block spins until that word has reached `awaited_value`.
 struct HandOffArgs {
   void* target;                 // device memory or mapped host memory, both; 4-byte aligned
   const void* source;
@@ -38,6 +39,8 @@ struct HandOffArgs {
   long long* stamp_after;       // after everything was written: launches of one block only
   unsigned* flag;               // set to `value` after that: launches of one block only
   unsigned value;
+  unsigned awaited_value;
+  const unsigned* awaited;
 };
 
 }  // namespace atsc

@@ -20,6 +20,7 @@ using platform::now_ns;
 constexpr int64_t kClockAhead = 7'000'000'000'000;  // so that a forgotten clock_offset_ns shows
 constexpr uint64_t kCopyChunk = 1 << 18;            // after which a new link rate counts
 constexpr double kUnpinnedShare = 0.5;              // of the link's rate
+constexpr double kLateSpinning = 0.6;               // of the time to come back, after a wait that spins
 
 void sleep_until(int64_t end_ns) {
   constexpr int64_t kSlack = 100'000;  // that the system oversleeps
@@ -227,7 +228,7 @@ class VirtualExecutable final : public Executable {
         const auto is_raised = [&] {
           return static_cast<int32_t>(flag.load(std::memory_order_acquire) - command.value) >= 0;
         };
-        return wait_until(command.branch, is_raised);
+        return wait_until(command.branch, is_raised, command.spins ? kLateSpinning : 1);
       }
       case Command::Kind::kWaitPoint:
         return wait_until(command.branch, [&] {
@@ -255,13 +256,14 @@ class VirtualExecutable final : public Executable {
   }
 
   template <class Condition>
-  bool wait_until(Branch branch, Condition condition) {
+  bool wait_until(Branch branch, Condition condition, double late = 1) {
     std::unique_lock lock(gpu_.mutex_);
-    const bool yields = branch == Branch::kCompute && !condition();
+    const bool waits = branch == Branch::kCompute && !condition();
     gpu_.changed_.wait(lock, [&] { return condition() || !gpu_.fault_.empty(); });
     if (!gpu_.fault_.empty()) return false;
     lock.unlock();
-    if (yields) sleep_until(now_ns() + gpu_.wake_ns_);
+    const auto wake_ns = static_cast<double>(gpu_.wake_ns_.load(std::memory_order_relaxed));
+    if (waits) sleep_until(now_ns() + static_cast<int64_t>(wake_ns * late));
     return true;
   }
 

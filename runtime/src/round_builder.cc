@@ -16,6 +16,7 @@ class Builder {
         share_(residency.share()),
         place_(place),
         num_rows_{num_tokens, num_logit_rows},
+        spins_(choice.spins),
         slot_of_unit_(static_cast<size_t>(plan.num_units), kNoSlot),
         place_of_unit_(static_cast<size_t>(plan.num_units), kNowhere),
         last_node_of_unit_(static_cast<size_t>(plan.num_units), -1),
@@ -154,7 +155,7 @@ class Builder {
 
   void wait_for_host(int segment) {
     if (segment == 0) return;
-    list().wait_flag(Branch::kCompute, kFlagFromHost, static_cast<uint32_t>(segment));
+    list().wait_flag(Branch::kCompute, kFlagFromHost, static_cast<uint32_t>(segment), spins_);
   }
 
   void push(int value) {
@@ -210,9 +211,12 @@ class Builder {
   void add_step(const DeviceStep& step) {
     const NodeEntry& node = plan_.nodes[step.node];
     copy_ahead(step.node);
-    wait_for_copy(node, step.wait_segment);
+    // What the device takes to go on after a copy is hidden where it has to wait for the host anyway. But
+    // there it yields, so that spinning comes first.
+    if (!spins_) wait_for_copy(node, step.wait_segment);
     wait_for_host(step.wait_segment);
     for (const int value : step.pulls) pull(value);
+    if (spins_) wait_for_copy(node, 0);
     launch(step.node);
     if (last_node_of_unit_[node.unit] != step.node || slot_of_unit_[node.unit] < 0) return;
     Slot& slot = slots_[slot_of_unit_[node.unit]];
@@ -289,6 +293,7 @@ class Builder {
   const DeviceShare& share_;
   const SessionPlace& place_;
   const int64_t num_rows_[2];  // by RowsOf
+  const bool spins_;
   std::vector<Runner> runners_;
   std::vector<int> slot_of_unit_, last_node_of_unit_;
   std::vector<uint64_t> place_of_unit_;  // of those that advance, in the region of weights

@@ -31,6 +31,7 @@ struct Choice {
   // Host-resident units whose weights have taken the place of some of those (Residency::exchange), so
   // that the device computes them; ascending units.
   std::vector<Advance> advances;
+  bool spins = false;  // the device keeps its turn while it waits for the host
 };
 
 inline constexpr int kFlagFromHost = 0;    // value: segments that are over

@@ -19,14 +19,24 @@ constexpr int kRoundsToWait = 8;  // a drift takes four to follow
 // 100 us and more: no clock is so wrong, and another program's time slice takes longer.
 constexpr double kLateWake = 10;
 constexpr double kOtherWake = 2;  // by time slices it varies much
-// Fewer hand-offs of a round say little: the device counts as at least so late as before they were few.
+// Fewer hand-offs of a round say little: the device counts as at least so late as before they were few,
+// and until it has been in time for long enough.
 constexpr int kEnoughHandOffs = 3;
 constexpr double kStillLate = 0.8;
-// Beside another program predictions are worth less, and a fold does with least of what that one has: it
-// may be predicted to take this much longer than to stay. Its trial decides.
-constexpr double kUnsure = 1.1;
+// Beside another program predictions are worth less, the more so the more hand-offs and copies there are
+// (an H200: 39 ms for 55). A retreat may be predicted to take this much longer than to stay, for its trial
+// decides; and once that has shown it to be faster, to come home must promise more.
+constexpr double kUnsure = 1.1, kUnsureToReturn = 1.3;
+
+// What is left of a lateness, about, where the device keeps its turn while it waits.
+constexpr double kLateSpinning = 0.6;
 
 bool is_late(const Drifts& now) { return now.wake > kLateWake; }
+
+bool has_retreated(const Choice& choice) { return !choice.retreats.empty(); }
+bool has_advanced(const Choice& choice) { return !choice.advances.empty(); }
+// To the device that comes back late.
+bool has_adapted(const Choice& choice) { return choice.spins || has_retreated(choice); }
 
 // A device that nobody else presses waits for copies without yielding it.
 Speeds speeds_of(const LoadMonitor& monitor) {
@@ -82,7 +92,7 @@ Choice TransferPolicy::plain_choice(const RoundShape& shape) const {
 
 // Long rounds have next to no hand-offs. What a trial has refused is tried again when the device comes
 // back sooner or later than then by far.
-bool TransferPolicy::may_move(const Adopted& adopted, const Drifts& now, double refused_wake) const {
+bool TransferPolicy::may_adapt(const Adopted& adopted, const Drifts& now, double refused_wake) const {
   if (options_.choose_at_random) return true;
   if (class_of(adopted.shape) != 0 || !is_late(now)) return false;
   return refused_wake == 0 || is_other_wake(refused_wake, now.wake);
@@ -110,6 +120,7 @@ TransferPolicy::Adopted& TransferPolicy::find_or_choose(const RoundShape& shape)
     const Question question{.shape = shape,
                             .version = made.version,
                             .present = made.choice,
+                            .may_spin = false,
                             .may_retreat = false,
                             .may_exchange = false,
                             .speeds = speeds_of(monitor),
@@ -143,25 +154,28 @@ void TransferPolicy::observe(const HybridRound& round, const RoundRecord& record
   if (known->trial.was_better_before()) go_back(*known);
 }
 
-// What is assumed are the speeds of the question, which were measured with the choice before. A retreat
-// that is given up leaves the question open, for promotions alone.
+// What is assumed are the speeds of the question, which were measured with the choice before. What was
+// begun for a late device and is given up leaves the question open, for what else there is.
 void TransferPolicy::go_back(Adopted& adopted) {
   Answer answer;
   answer.before_ns = adopted.trial.after_ns();
   answer.after_ns = adopted.trial.before_ns();
-  const bool had_retreated = !adopted.choice.retreats.empty();
-  const bool had_advanced = !adopted.choice.advances.empty();
-  adopted.choice = answer.choice = std::move(adopted.before);
-  const bool retreats = !adopted.choice.retreats.empty();
-  const bool advances = !adopted.choice.advances.empty();
-  if (had_advanced && !advances) {
+  const Choice tried = std::exchange(adopted.choice, std::move(adopted.before));
+  const Choice& present = answer.choice = adopted.choice;
+  const bool spins_no_more = tried.spins && !present.spins;
+  const bool has_returned = has_retreated(tried) && !has_retreated(present);
+  if (spins_no_more) {  // what else was tried with it is tried without
+    adopted.refused_spin_wake = adopted.assumed.wake;
+  } else if (has_advanced(tried) && !has_advanced(present)) {
     adopted.refused_exchange_wake = adopted.assumed.wake;
-  } else if (had_retreated && !retreats) {
+  } else if (has_returned) {
     adopted.refused_wake = adopted.assumed.wake;
   }
-  if (had_retreated && !retreats) {
+  const bool must_gain = spins_no_more || has_returned;
+  if (must_gain) {
     adopted.assumed = adopted.assumed_before;
-  } else if (retreats && !had_retreated) {
+    adopted.assumed.wake = 1;
+  } else if (has_adapted(present) && !has_adapted(tried)) {
     adopted.rounds_to_return = std::min(2 * adopted.rounds_to_return, kMostRoundsToReturn);
   }
   adopted.version = num_versions_++;
@@ -169,8 +183,7 @@ void TransferPolicy::go_back(Adopted& adopted) {
   adopted.rounds_to_wait = kRoundsToWait;
   adopted.rounds_to_confirm = adopted.rounds_in_time = 0;
   log(adopted.shape,
-      had_retreated && !retreats ? "back: measured no faster than before"
-                                 : "back: measured slower than before",
+      must_gain ? "back: measured no faster than before" : "back: measured slower than before",
       answer, {});
 }
 
@@ -188,9 +201,10 @@ std::string TransferPolicy::reason_for(const Adopted& adopted, const Drifts& now
   if (is_off(assumed.cpu, now.cpu)) add(change_text("CPU", assumed.cpu, now.cpu));
   if (is_off(assumed.gpu, now.gpu)) add(change_text("GPU", assumed.gpu, now.gpu));
   if (is_off(assumed.link, now.link)) add(change_text("link", assumed.link, now.link));
-  if (!adopted.choice.retreats.empty()) {
-    if (adopted.rounds_in_time >= adopted.rounds_to_return) add("the GPU may be free again");
-  } else if (is_late(now) && is_other_wake(assumed.wake, now.wake)) {
+  if (has_adapted(adopted.choice) && adopted.rounds_in_time >= adopted.rounds_to_return) {
+    add("the GPU may be free again");
+  }
+  if (!has_retreated(adopted.choice) && is_late(now) && is_other_wake(assumed.wake, now.wake)) {
     char text[48];
     std::snprintf(text, sizeof text, "GPU comes back %.0f times as late", now.wake);
     add(text);
@@ -205,17 +219,17 @@ std::optional<TransferPolicy::Question> TransferPolicy::due(const RoundShape& sh
   Adopted& adopted = find_or_choose(shape);
   if (adopted.rounds_to_confirm > 1) --adopted.rounds_to_confirm;
   const Drifts drifts = monitor.drifts();
-  const bool has_retreated = !adopted.choice.retreats.empty();
-  adopted.rounds_in_time = has_retreated && !is_late(drifts) ? adopted.rounds_in_time + 1 : 0;
+  const bool adapted = has_adapted(adopted.choice);
+  adopted.rounds_in_time = adapted && !is_late(drifts) ? adopted.rounds_in_time + 1 : 0;
   const bool is_new = class_of(shape) == 0 && adopted.num_rounds < kFirstSteps;
   const bool must_wait = is_new || adopted.trial.is_under_way() || adopted.rounds_to_wait > 0;
   if (must_wait && !options_.choose_at_random) return std::nullopt;
   const auto least_ns = static_cast<double>(monitor.recent_round_ns()) * options_.reschedule_interval;
   const bool is_early = static_cast<double>(now_ns - adopted.asked_ns) < least_ns;
   if (is_early && !options_.choose_at_random) return std::nullopt;
-  if (!has_retreated && !is_late(drifts)) {
+  if (!adapted && !is_late(drifts)) {
     adopted.assumed.wake = 1;
-    adopted.refused_wake = adopted.refused_exchange_wake = 0;
+    adopted.refused_spin_wake = adopted.refused_wake = adopted.refused_exchange_wake = 0;
     adopted.may_exchange = true;
   }
   std::string reason = reason_for(adopted, drifts);
@@ -229,20 +243,23 @@ std::optional<TransferPolicy::Question> TransferPolicy::due(const RoundShape& sh
   } else {
     return std::nullopt;
   }
-  const bool may_stay = has_retreated && adopted.rounds_in_time < adopted.rounds_to_return;
+  const bool may_stay = adapted && adopted.rounds_in_time < adopted.rounds_to_return;
   Speeds speeds = speeds_of(monitor);
-  if (may_stay && monitor.num_hand_offs() < kEnoughHandOffs) {
+  const bool stays_away = may_stay && has_retreated(adopted.choice);
+  if (stays_away && (monitor.num_hand_offs() < kEnoughHandOffs || !is_late(drifts))) {
     speeds.hand_off = std::max(speeds.hand_off, kStillLate * adopted.late_hand_off);
     speeds.wake = std::max(speeds.wake, kStillLate * adopted.late_wake);
   }
   adopted.asked_ns = now_ns;
-  const bool may_stay_exchanged = may_stay && !adopted.choice.advances.empty();
-  const bool may_retreat = may_stay || may_move(adopted, drifts, adopted.refused_wake);
-  const bool may_exchange =
-      may_stay_exchanged || may_move(adopted, drifts, adopted.refused_exchange_wake);
+  const bool may_spin = (may_stay && adopted.choice.spins) ||
+                        may_adapt(adopted, drifts, adopted.refused_spin_wake);
+  const bool may_retreat = stays_away || may_adapt(adopted, drifts, adopted.refused_wake);
+  const bool may_exchange = (stays_away && has_advanced(adopted.choice)) ||
+                            may_adapt(adopted, drifts, adopted.refused_exchange_wake);
   return Question{.shape = shape,
                   .version = num_versions_++,
                   .present = adopted.choice,
+                  .may_spin = may_spin,
                   .may_retreat = may_retreat,
                   .may_exchange = may_exchange && adopted.may_exchange,
                   .speeds = std::move(speeds),
@@ -255,6 +272,7 @@ TransferPolicy::Answer TransferPolicy::decide(const Question& question,
   Answer answer;
   if (options_.choose_at_random) {
     answer.choice = options_.choose_at_random(question.shape);
+    answer.choice.spins &= question.may_spin;
     if (!question.may_retreat) answer.choice.retreats.clear();
     std::vector<int> advances;
     for (const Advance& advance : answer.choice.advances) advances.push_back(advance.unit);
@@ -264,12 +282,19 @@ TransferPolicy::Answer TransferPolicy::decide(const Question& question,
   }
   const RoundShape& shape = question.shape;
   const Speeds& speeds = question.speeds;
+  Speeds spinning = speeds;  // as they would be
   answer.before_ns = model_.predict(scheduler, shape, speeds, question.present);
+  const bool begins_to_spin = question.may_spin && !question.present.spins;
+  if (begins_to_spin) {
+    spinning.wake = std::max(speeds.wake * kLateSpinning, 1.0);
+    spinning.hand_off = std::max(speeds.hand_off * kLateSpinning, 1.0);
+  }
   TransferSchedule found = model_.schedule(scheduler, shape, speeds);
   const auto stay_ns = static_cast<double>(found.round_ns);
-  double most_moved_ns = stay_ns * kUnsure;
+  const double unsure = has_retreated(question.present) ? kUnsureToReturn : kUnsure;
+  double most_moved_ns = stay_ns * unsure;
   const auto consider = [&](Choice moved) {
-    TransferSchedule other = model_.schedule(scheduler, shape, speeds, moved);
+    TransferSchedule other = model_.schedule(scheduler, shape, spinning, moved);
     const auto other_ns = static_cast<double>(other.round_ns);
     if (other_ns >= most_moved_ns) return;
     most_moved_ns = other_ns;
@@ -282,16 +307,23 @@ TransferPolicy::Answer TransferPolicy::decide(const Question& question,
     }
   }
   if (question.may_exchange && !model_.fold().advances.empty()) {
-    if (most_moved_ns > stay_ns * (1 - kWorthwhileGain)) most_moved_ns = stay_ns * kUnsure;
+    if (most_moved_ns > stay_ns * (1 - kWorthwhileGain)) most_moved_ns = stay_ns * unsure;
     consider(model_.fold());
   }
+  if (begins_to_spin && !has_retreated(answer.choice)) {
+    found = model_.schedule(scheduler, shape, spinning);
+  }
   answer.choice.promotions = std::move(found.promotions);
+  answer.choice.spins = question.may_spin;
   answer.after_ns = found.round_ns;
-  // Units come home whatever is predicted: the trial tells whether they should have stayed.
+  // A device that spins begins to, or yields again, and units come home, whatever is predicted: the trial
+  // tells whether that was right.
   const bool may_move = question.may_retreat || question.may_exchange;
-  const bool returns = !question.present.retreats.empty() && !may_move;
+  const bool returns = (question.present.spins && !question.may_spin) ||
+                       (has_retreated(question.present) && !may_move);
   const auto most_ns = static_cast<double>(answer.before_ns) * (1 - kWorthwhileGain);
-  answer.is_worthwhile = returns || static_cast<double>(answer.after_ns) < most_ns;
+  const bool is_faster = static_cast<double>(answer.after_ns) < most_ns;
+  answer.is_worthwhile = begins_to_spin || returns || is_faster;
   return answer;
 }
 
@@ -303,20 +335,22 @@ void TransferPolicy::settle(const Question& question, const Answer& answer, cons
   known->assumed_before = std::exchange(known->assumed, question.drifts);
   known->rounds_in_time = 0;
   if (!answer.is_worthwhile) return;
-  const bool begins_retreat = !answer.choice.retreats.empty() && known->choice.retreats.empty();
+  const bool begins_to_spin = answer.choice.spins && !known->choice.spins;
+  const bool begins_retreat = has_retreated(answer.choice) && !has_retreated(known->choice);
+  if (begins_to_spin || begins_retreat) known->rounds_to_return = kRoundsToReturn;
   if (begins_retreat) {
-    known->rounds_to_return = kRoundsToReturn;
     known->late_hand_off = question.drifts.hand_off;
     known->late_wake = question.drifts.wake;
   }
-  if (!options_.choose_at_random) known->trial.begin(begins_retreat);
+  if (!options_.choose_at_random) known->trial.begin(begins_to_spin || begins_retreat);
   known->before = std::exchange(known->choice, answer.choice);
   known->version = question.version;
   std::string reason = question.reason;
+  if (begins_to_spin) reason += ": it keeps its turn while it waits";
   if (begins_retreat) {
     reason += ": " + std::to_string(answer.choice.retreats.size()) + " units retreat to the CPU";
   }
-  if (!answer.choice.advances.empty() && known->before.advances.empty()) {
+  if (has_advanced(answer.choice) && !has_advanced(known->before)) {
     reason += (begins_retreat ? ", " : ": ") + std::to_string(answer.choice.advances.size()) +
               " advance";
   }
@@ -326,9 +360,9 @@ void TransferPolicy::settle(const Question& question, const Answer& answer, cons
 void TransferPolicy::put_off(const Question& question, const Answer& answer, int64_t until_ns) {
   const auto known = std::ranges::find(adopted_, question.shape, &Adopted::shape);
   if (known == adopted_.end()) return;
-  if (!answer.choice.advances.empty() && known->choice.advances.empty()) {
+  if (has_advanced(answer.choice) && !has_advanced(known->choice)) {
     known->may_exchange = false;
-  } else if (!answer.choice.retreats.empty() && known->choice.retreats.empty()) {
+  } else if (has_retreated(answer.choice) && !has_retreated(known->choice)) {
     known->refused_wake = question.drifts.wake;
   } else {
     known->asked_ns = until_ns;
@@ -338,7 +372,7 @@ void TransferPolicy::put_off(const Question& question, const Answer& answer, int
 void TransferPolicy::stop_exchanges() {
   if (options_.choose_at_random) return;
   for (Adopted& adopted : adopted_) {
-    if (adopted.choice.advances.empty()) continue;
+    if (!has_advanced(adopted.choice)) continue;
     adopted.choice = plain_choice(adopted.shape);
     adopted.version = num_versions_++;
     adopted.trial.reset();

@@ -10,10 +10,11 @@
 // A new choice is on trial (choice_trial.h): if rounds get slower than they were, the one before comes
 // back, and what is assumed stays, so that it is not given up again until speeds move.
 //
-// Where hand-offs show that another program keeps the device from coming back, units may also retreat
-// in decode: the host computes what lies between its own units, so that fewer hand-offs are left. They
-// go on showing how late the device is; once it was in time for long enough, the units come home. Where
-// a trial fails, units do not retreat again from a device that is as late, or come home later.
+// Where hand-offs show that another program keeps the device from coming back, decode makes two more
+// choices. Units may retreat: the host computes what lies between its own units, so that fewer hand-offs
+// are left. And the device keeps its turn while it waits for the host: it spins. Hand-offs go on showing
+// how late the device is; once it was in time for long enough, it yields again and units come home. Where
+// a trial fails, the same is not tried again on a device that is as late, or given up later.
 //
 //     rounds' thread    choice_of, observe, due, settle, put_off
 //     any thread        decide, take_change
@@ -67,13 +68,14 @@ class TransferPolicy {
     Choice before = {};          // what comes back if the trial says so
     Drifts assumed_before = {};
     int rounds_to_wait = 0;      // until speeds are those of the choice that came back
-    // Drifts with which it was no faster to retreat, alone or with exchanges, or had no memory; 0: none.
-    double refused_wake = 0, refused_exchange_wake = 0;
+    // Drifts with which it was no faster to spin, or to retreat without that, alone or with exchanges (or
+    // there was no memory); 0: none.
+    double refused_spin_wake = 0, refused_wake = 0, refused_exchange_wake = 0;
     bool may_exchange = true;    // false: too little memory for it, or too many prompts
     // Drifts when the retreat began: the few hand-offs that are left say little.
     double late_hand_off = 1, late_wake = 1;
-    int rounds_in_time = 0;      // since the device came back late, while retreated
-    int rounds_to_return = kRoundsToReturn;  // so many of those end the retreat
+    int rounds_in_time = 0;      // since the device came back late, while it spins or units retreat
+    int rounds_to_return = kRoundsToReturn;  // so many of those end that
     uint64_t last_used = 0;
   };
   const Adopted& choice_of(const RoundShape& shape);
@@ -84,6 +86,7 @@ class TransferPolicy {
     RoundShape shape;
     int version;  // that the choice will have
     Choice present;
+    bool may_spin;
     bool may_retreat;   // units to the host, and none to the device
     bool may_exchange;  // units both ways
     Speeds speeds;
@@ -120,8 +123,8 @@ class TransferPolicy {
   int class_of(const RoundShape& shape) const;
   Adopted& find_or_choose(const RoundShape& shape);
   Choice plain_choice(const RoundShape& shape) const;
-  // Units to the other side, which has not been refused at this lateness of the device.
-  bool may_move(const Adopted& adopted, const Drifts& now, double refused_wake) const;
+  // To spin or to move units, which was not refused at this lateness of the device.
+  bool may_adapt(const Adopted& adopted, const Drifts& now, double refused_wake) const;
   std::string reason_for(const Adopted& adopted, const Drifts& now) const;
   bool is_off(double assumed, double now) const;
   void go_back(Adopted& adopted);

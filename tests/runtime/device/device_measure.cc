@@ -36,6 +36,7 @@ struct Shape {
   uint64_t weight_bytes = 0;    // copied every second hand-off, through four slots
   bool with_stamps = false;
   bool with_payload = true;
+  bool spins = false;
 };
 
 class Measurement {
@@ -90,7 +91,7 @@ class Measurement {
       const int sent = shape.with_stamps ? static_cast<int>(2 * i) : kNoStamp;
       const int received = shape.with_stamps ? sent + 1 : kNoStamp;
       list.send(Branch::kCompute, host, value, bytes, 0, i, sent);
-      list.receive(Branch::kCompute, value, host, bytes, 1, i, received);
+      list.receive(Branch::kCompute, value, host, bytes, 1, i, received, shape.spins);
     }
     return list;
   }
@@ -133,6 +134,7 @@ class Measurement {
     print("flags only, graph", {.with_payload = false}, BuildMode::kGraph);
     print("20 KiB, graph", {}, BuildMode::kGraph);
     print("20 KiB, graph, stamps on both sides", {.with_stamps = true}, BuildMode::kGraph);
+    print("20 KiB, graph, spinning", {.spins = true}, BuildMode::kGraph);
     print("20 KiB, launches", {}, BuildMode::kLaunches);
   }
 

@@ -78,8 +78,10 @@ struct HandOffs {
     for (uint32_t i = 1; i <= kCount; ++i) {
       fixture.launch_constant(list, Branch::kCompute, static_cast<int>(i));
       list.send(Branch::kCompute, host, value, kValueBytes, kToHost, i, static_cast<int>(2 * i));
+      const bool spins = i > 1, is_alone = i == 3;
+      if (is_alone) list.wait_flag(Branch::kCompute, kToDevice, i, spins);
       list.receive(Branch::kCompute, value, host, kValueBytes, kToDevice, i,
-                   static_cast<int>(2 * i + 1));
+                   static_cast<int>(2 * i + 1), spins);
     }
     fixture.launch_constant(list, Branch::kCompute, 0);
     executable = fixture.device->build(list, mode);

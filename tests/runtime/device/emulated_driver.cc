@@ -96,6 +96,12 @@ void run_affine(const DeviceArgs& args) {
 }
 
 void run_hand_off(const HandOffArgs& args) {
+  if (args.awaited) {
+    const std::atomic_ref word(*const_cast<unsigned*>(args.awaited));
+    while (static_cast<int>(word.load(std::memory_order_acquire) - args.awaited_value) < 0) {
+      std::this_thread::yield();
+    }
+  }
   if (!may_touch(args.source, args.bytes) || !may_touch(args.target, args.bytes)) return;
   if (args.stamp_before) *args.stamp_before = atsc::platform::now_ns();
   if (args.bytes > 0) std::memcpy(args.target, args.source, args.bytes);

@@ -30,6 +30,7 @@ class RandomChooser {
     const double share = between(random_, 0, 1.2);
     const double retreats = between(random_, -0.5, most_retreats_);
     Choice choice;
+    choice.spins = below(random_, 2) == 0;
     for (size_t unit = 0; unit < made_.units.size(); ++unit) {
       const UnitEntry& entry = made_.units[unit];
       if (placement_.on_device[unit] && between(random_, 0, 1) < retreats) {
@@ -315,7 +316,7 @@ void test_late(Random& random, const std::string& path, int num_rounds) {
   HybridExecutor hybrid(setup.plan, *setup.residency, setup.executor, setup.pool);
   compare(setup, hybrid, random, path, 50);
   count_changes(hybrid);
-  setup.device->set_wake_ns(4'000'000);
+  setup.device->set_wake_ns(6'000'000);
   EXPECT(play_until(true, setup, hybrid, random, path, num_rounds));
   compare(setup, hybrid, random, path, 50);
   setup.device->set_wake_ns(0);

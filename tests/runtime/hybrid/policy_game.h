@@ -61,12 +61,13 @@ class Machine {
   int64_t wake_ns = 0;                // the device comes back so much later, on average
   // Of the CPU's times, and of a whole round, with other choices than `innocent`.
   double hidden_cpu = 1, hidden_round = 1;
-  double hidden_retreat = 1;          // of a round in which units retreat
+  double hidden_retreat = 1, hidden_spin = 1;  // of a round in which units retreat, the device spins
+  double late_spinning = 0.6;  // what is left of its lateness then
   Choice innocent;
 
-  Speeds speeds() const {
+  Speeds speeds(bool spins = false) const {
     const auto hand_off_ns = static_cast<double>(setup_.plan.device.hand_off_ns);
-    const double late = static_cast<double>(wake_ns) / hand_off_ns;
+    const double late = static_cast<double>(wake_ns) * (spins ? late_spinning : 1) / hand_off_ns;
     Speeds made{own_cpu_, own_gpu_, link, 1 + late / 2, 1 + late};
     for (double& factor : made.cpu) factor *= cpu;
     for (double& factor : made.gpu) factor *= gpu;
@@ -163,7 +164,8 @@ inline RoundRecord Machine::run(const HybridRound& round, const Choice& choice, 
     }
   }
   const auto lateness = [&] {
-    return std::llrint(static_cast<double>(wake_ns) * between(noise.random, 0.7, 1.3));
+    const double mean_ns = static_cast<double>(wake_ns) * (choice.spins ? late_spinning : 1);
+    return std::llrint(mean_ns * between(noise.random, 0.7, 1.3));
   };
   bool was_on_device = false;
   int64_t device_free_ns = now_ns;
@@ -209,7 +211,8 @@ inline RoundRecord Machine::run(const HybridRound& round, const Choice& choice, 
     run.end_ns = device_free_ns = now_ns;
   }
   const double hidden = (is_innocent ? 1 : hidden_round) *
-                        (choice.retreats.empty() ? 1 : hidden_retreat);
+                        (choice.retreats.empty() ? 1 : hidden_retreat) *
+                        (choice.spins ? hidden_spin : 1);
   now_ns += static_cast<int64_t>(static_cast<double>(now_ns - record.begin_ns) * (hidden - 1));
   record.end_ns = now_ns;
   return record;
@@ -232,19 +235,20 @@ class Game {
   }
 
   // How much longer than the best round the present one is, at the true speeds; with units that retreat
-  // among what could be, or not.
+  // among what could be, or not. The device spins as it does at present.
   double regret(bool may_retreat = false) {
     const auto best_ns = may_retreat ? std::min(best_at_home_ns(), best_retreated_ns())
                                      : best_at_home_ns();
-    const auto ours = machine_.model.predict(scheduler_, shape, machine_.speeds(),
-                                             policy_.choice_of(shape).choice);
-    return static_cast<double>(ours) / static_cast<double>(best_ns) - 1;
+    return static_cast<double>(present_ns()) / static_cast<double>(best_ns) - 1;
+  }
+  int64_t present_ns() {
+    return machine_.model.predict(scheduler_, shape, machine_.speeds(choice().spins), choice());
   }
   int64_t best_at_home_ns() {
-    return machine_.model.schedule(scheduler_, shape, machine_.speeds()).round_ns;
+    return machine_.model.schedule(scheduler_, shape, best_speeds()).round_ns;
   }
   int64_t best_retreated_ns() {
-    const Speeds speeds = machine_.speeds();
+    const Speeds speeds = best_speeds();
     int64_t best_ns = INT64_MAX;
     for (const std::vector<int>& retreats : machine_.model.retreats(shape, speeds)) {
       const Choice moved{.promotions = {}, .retreats = retreats, .advances = {}};
@@ -257,6 +261,7 @@ class Game {
 
   size_t num_promoted() { return policy_.choice_of(shape).choice.promotions.size(); }
   bool has_retreated() { return !policy_.choice_of(shape).choice.retreats.empty(); }
+  bool spins() { return choice().spins; }
   bool has_folded() { return !policy_.choice_of(shape).choice.advances.empty(); }
   // Of a round, to the device, that do not wait for a copy.
   int64_t num_hand_offs() const {
@@ -282,6 +287,8 @@ class Game {
   Machine& machine() { return machine_; }
 
  private:
+  Speeds best_speeds() { return machine_.speeds(choice().spins); }
+
   Placement placement() {
     Placement made = random_placement(random_, made_, 0);
     made.num_slots = 2 + below(random_, 2);

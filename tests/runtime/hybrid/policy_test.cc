@@ -106,10 +106,10 @@ void test_mistake(Random& random, const std::string& path, int num_trials) {
   EXPECT(num_mistakes > num_trials / 3);
 }
 
-// Another program keeps a device that yields. Units retreat then, and come home when that one is
-// gone. Where the host is slower at it than any model knows, or has no memory, they stay.
+// Another program keeps a device that yields. It spins then, and units retreat, until that one is gone.
+// Where rounds get slower by either than any model knows, or there is no memory, it is not done.
 void test_retreat(Random& random, const std::string& path, int num_trials) {
-  int num_retreats = 0, num_refused = 0;
+  int num_retreats = 0, num_refused = 0, num_spinning = 0;
   for (int trial = 0; trial < num_trials; ++trial) {
     Game game(random, path);
     Machine& machine = game.machine();
@@ -119,16 +119,22 @@ void test_retreat(Random& random, const std::string& path, int num_trials) {
     const bool helps = trial % 3 != 0;
     machine.wake_ns = std::llrint(between(random, 0.4e6, 1.5e6));
     if (!helps) machine.hidden_retreat = 4;
+    const bool may_spin = trial % 4 != 1;
+    if (!may_spin) machine.hidden_spin = 4;
     game.has_memory = trial % 6 != 3;
     if (trial % 2 == 0) machine.link = 2.5;  // it presses the link as well
     if (game.num_hand_offs() == 0 || game.regret(true) < 0.1) continue;
     const double before = game.regret(true);
-    game.play(100, 0.02);
-    std::fprintf(stderr, "%d: wake %.1f ms, regret %.2f -> %.2f, %s, %lld hand-offs, %d questions\n",
-                 trial, static_cast<double>(machine.wake_ns) / 1e6, before, game.regret(true),
+    game.play(140, 0.02);
+    std::fprintf(stderr,
+                 "%d: wake %.1f ms, regret %.2f -> %.2f, %s%s, %lld hand-offs, %d questions\n", trial,
+                 static_cast<double>(machine.wake_ns) / 1e6, before, game.regret(true),
                  game.has_folded() ? "folded" : game.has_retreated() ? "retreated" : "at home",
-                 static_cast<long long>(game.num_hand_offs()), game.num_questions);
-    EXPECT(game.num_questions <= (helps ? 4 : 5));
+                 game.spins() ? ", spins" : "", static_cast<long long>(game.num_hand_offs()),
+                 game.num_questions);
+    EXPECT(game.num_questions <= (helps ? 5 : 6));
+    EXPECT(may_spin || !game.spins());
+    num_spinning += game.spins();
     if (!helps) {
       EXPECT(!game.has_retreated());
       EXPECT(game.regret() < 0.05);
@@ -139,7 +145,8 @@ void test_retreat(Random& random, const std::string& path, int num_trials) {
       EXPECT(!game.has_retreated());
       continue;
     }
-    EXPECT(game.regret(true) < 0.05);
+    // What a trial has found faster stays, also where predictions are in favour of a little more.
+    EXPECT(game.regret(true) < 0.15);
     if (!game.has_retreated()) continue;  // another choice of promotions does as well
     ++num_retreats;
     const int64_t begin_ns = machine.now_ns;
@@ -158,7 +165,7 @@ void test_retreat(Random& random, const std::string& path, int num_trials) {
     machine.wake_ns = 0;
     machine.link = 1;
     const int64_t gone_ns = machine.now_ns;
-    while (game.has_retreated()) {
+    while (game.has_retreated() || game.spins()) {
       game.play(1, 0.02);
       EXPECT(machine.now_ns < gone_ns + 100'000'000'000);
     }
@@ -171,6 +178,7 @@ void test_retreat(Random& random, const std::string& path, int num_trials) {
     EXPECT(game.regret() < 0.05 || !knows_link);
   }
   EXPECT(num_retreats > num_trials / 4 && num_refused > num_trials / 8);
+  EXPECT(num_spinning > num_trials / 4);
 }
 
 // Who takes whose place in a fold: the same memory, used once, and one hand-off each way.
