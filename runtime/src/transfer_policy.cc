@@ -27,7 +27,6 @@ constexpr double kStillLate = 0.8;
 // (an H200: 39 ms for 55). A retreat may be predicted to take this much longer than to stay, for its trial
 // decides; and once that has shown it to be faster, to come home must promise more.
 constexpr double kUnsure = 1.1, kUnsureToReturn = 1.3;
-
 // What is left of a lateness, about, where the device keeps its turn while it waits.
 constexpr double kLateSpinning = 0.6;
 
@@ -339,8 +338,9 @@ void TransferPolicy::settle(const Question& question, const Answer& answer, cons
   const bool begins_retreat = has_retreated(answer.choice) && !has_retreated(known->choice);
   if (begins_to_spin || begins_retreat) known->rounds_to_return = kRoundsToReturn;
   if (begins_retreat) {
-    known->late_hand_off = question.drifts.hand_off;
-    known->late_wake = question.drifts.wake;
+    const double share = begins_to_spin ? kLateSpinning : 1;
+    known->late_hand_off = question.drifts.hand_off * share;
+    known->late_wake = question.drifts.wake * share;
   }
   if (!options_.choose_at_random) known->trial.begin(begins_to_spin || begins_retreat);
   known->before = std::exchange(known->choice, answer.choice);
