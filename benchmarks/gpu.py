@@ -209,7 +209,11 @@ def _table(records: dict[str, Record]) -> str:
             lines.append(f"| {name} | | {right} of {len(checks)} checks are right | | | |")
         for row in record.get("load", ()):
             without, under = (row[key]["tpot_median_ms"] for key in ("without", "with"))
-            change = f"TPOT {without:.1f} to {under:.1f} ms, {row['increase_percent']:+.0f} %"
+            settled = row["with"]["tpot_second_half_ms"]
+            change = (
+                f"TPOT {without:.1f} to {under:.1f} ms, {row['increase_percent']:+.0f} %; "
+                f"second half {settled:.1f} ms, {row['increase_second_half_percent']:+.0f} %"
+            )
             lines.append(f"| {name} | | {row['policy']}, {row['load']}: {change} | | | |")
         for load, error in record.get("errors", {}).items():
             lines.append(f"| {name} | | {load}: {error} | | | |")

@@ -234,6 +234,13 @@ def test_means_of_slices() -> None:
     assert phase.series_ms() == [pytest.approx(200), pytest.approx(200), None, pytest.approx(1100)]
 
 
+def test_medians_of_a_part_of_the_time() -> None:
+    phase = Phase([0.1, 0.2, 0.3, 0.5, 1.0], [0.1, 0.1, 0.1, 0.2, 0.5], [])
+    assert phase.median_ms() == pytest.approx(100)
+    assert phase.median_ms(since=0.25) == pytest.approx(200)
+    assert phase.median_ms(since=0.5) == pytest.approx(500)
+
+
 @pytest.mark.parametrize("text", ["cpu", "cpu=0", "cpu=101", "disk=5", "gpu=-1"])
 def test_loads_that_are_none(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "p", "--load", text]) == 2
@@ -342,6 +349,7 @@ def test_policies_are_compared(
         medians = [phase["tpot_median_ms"] for phase in (without, under)]
         assert medians == pytest.approx([2, 6])
         assert row["increase_percent"] == pytest.approx(200)
+        assert row["increase_second_half_percent"] == pytest.approx(200)
         assert row["load_achieved_percent"] == 42
         assert under["series_ms"] == pytest.approx([6])
     (change,) = rows[2]["with"]["changes"]
