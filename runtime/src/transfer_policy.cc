@@ -345,16 +345,14 @@ void TransferPolicy::settle(const Question& question, const Answer& answer, cons
   if (!options_.choose_at_random) known->trial.begin(begins_to_spin || begins_retreat);
   known->before = std::exchange(known->choice, answer.choice);
   known->version = question.version;
-  std::string reason = question.reason;
-  if (begins_to_spin) reason += ": it keeps its turn while it waits";
-  if (begins_retreat) {
-    reason += ": " + std::to_string(answer.choice.retreats.size()) + " units retreat to the CPU";
-  }
+  std::string begins;  // first, for a reason may have no room for all
+  const auto add = [&](const std::string& text) { begins += (begins.empty() ? "" : ", ") + text; };
+  if (begins_to_spin) add("the GPU spins");
+  if (begins_retreat) add("units retreat");
   if (has_advanced(answer.choice) && !has_advanced(known->before)) {
-    reason += (begins_retreat ? ", " : ": ") + std::to_string(answer.choice.advances.size()) +
-              " advance";
+    add(std::to_string(answer.choice.advances.size()) + " units advance");
   }
-  log(question.shape, reason, answer, cost);
+  log(question.shape, begins.empty() ? question.reason : begins + ": " + question.reason, answer, cost);
 }
 
 void TransferPolicy::put_off(const Question& question, const Answer& answer, int64_t until_ns) {
