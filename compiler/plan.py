@@ -17,7 +17,7 @@ from atsc.compiler.plan_json import Json, decode_manifest, encode_manifest, pars
 
 SCHEMA = 2
 """Of plan.json: raised with every change of its fields."""
-API_VERSION, API_OLDEST = 3, 2
+API_VERSION, API_OLDEST = 4, 2
 """Of the C interface, ATSC_API_VERSION and ATSC_API_OLDEST of runtime/include/atsc.h."""
 MANIFEST = "plan.json"
 WEIGHTS_ALIGNMENT = 4096

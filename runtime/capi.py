@@ -95,6 +95,7 @@ class PlanOptions(_Sized):
         ("drift_threshold", ctypes.c_double),
         ("reschedule_interval", ctypes.c_double),
         ("rounds", ctypes.c_int32),
+        ("yield_gpu", ctypes.c_int32),
     )
 
 

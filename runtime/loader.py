@@ -50,6 +50,7 @@ def load(
     drift_threshold: float = 0.15,
     reschedule_interval: float = 5.0,
     rounds: Rounds = "graph",
+    yield_gpu: bool = False,
 ) -> Plan:
     """Check a plan folder and open it. This runs native code from the folder.
 
@@ -74,6 +75,8 @@ def load(
         reschedule_interval: but not sooner than after the time of so many recent rounds.
         rounds: how a round runs on the GPU: short ones as one graph, "launches", or, to compare
             with, "synchronous": all on one stream, with a wait at each hand-off.
+        yield_gpu: while the GPU waits for the CPU, other programs may always have it. Else it spins
+            beside a program that keeps it for long, if that makes load-aware rounds shorter.
 
     Warns:
         RuntimeWarning: less of the GPU than planned is in use; says why.
@@ -117,6 +120,7 @@ def load(
         drift_threshold=drift_threshold,
         reschedule_interval=reschedule_interval,
         rounds=capi.ROUNDS.index(rounds),
+        yield_gpu=yield_gpu,
     )
     plan = Plan(directory, manifest, options)
     if plan.notice:

@@ -132,6 +132,11 @@ def add_transfer_flags(parser: argparse.ArgumentParser) -> None:
         metavar="ROUNDS",
         help="but not sooner than after the time of so many rounds (5)",
     )
+    parser.add_argument(
+        "--yield-gpu",
+        action="store_true",
+        help="leave the GPU to other programs whenever it waits for the CPU",
+    )
 
 
 def gpu_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -145,6 +150,7 @@ def transfer_options(args: argparse.Namespace) -> dict[str, Any]:
         "transfer": args.transfer,
         "drift_threshold": args.drift_threshold,
         "reschedule_interval": args.reschedule_interval,
+        "yield_gpu": args.yield_gpu,
     }
 
 

@@ -28,7 +28,7 @@ extern "C" {
 
 /* Raised with every change below. A plan serves callers built for any version from the oldest on: what
  * they know has not changed since, and what came later is at the end. */
-#define ATSC_API_VERSION 3u
+#define ATSC_API_VERSION 4u
 #define ATSC_API_OLDEST 2u
 #define ATSC_MESSAGE_BYTES 1024
 
@@ -91,6 +91,8 @@ typedef struct atsc_plan_options {
   double drift_threshold;   /* choose again when speeds are off by more than this share; 0: 0.15 */
   double reschedule_interval; /* but not sooner than after so many recent rounds; 0: 5 */
   int32_t rounds;           /* ATSC_ROUNDS_*: how a round runs on the GPU */
+  int32_t yield_gpu;        /* not 0: while it waits for the CPU, other programs may always have it; 0:
+                               where one keeps it for long, it spins if that makes rounds shorter */
 } atsc_plan_options;
 
 /* The device of plans compiled with --target virtual: host memory that plays a GPU, for tests. */

@@ -53,7 +53,8 @@ struct atsc_plan {
         atsc::kPlan, *residency, executor, pool,
         atsc::TransferOptions{static_cast<atsc::TransferMode>(options.transfer),
                               options.drift_threshold > 0 ? options.drift_threshold : 0.15,
-                              options.reschedule_interval > 0 ? options.reschedule_interval : 5});
+                              options.reschedule_interval > 0 ? options.reschedule_interval : 5,
+                              options.yield_gpu == 0});
     if (!notice.empty() && !residency->notice().empty()) notice += "; ";
     notice += residency->notice();
   }

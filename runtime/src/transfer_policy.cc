@@ -250,8 +250,9 @@ std::optional<TransferPolicy::Question> TransferPolicy::due(const RoundShape& sh
     speeds.wake = std::max(speeds.wake, kStillLate * adopted.late_wake);
   }
   adopted.asked_ns = now_ns;
-  const bool may_spin = (may_stay && adopted.choice.spins) ||
-                        may_adapt(adopted, drifts, adopted.refused_spin_wake);
+  const bool may_spin = options_.may_spin &&
+                        ((may_stay && adopted.choice.spins) ||
+                         may_adapt(adopted, drifts, adopted.refused_spin_wake));
   const bool may_retreat = stays_away || may_adapt(adopted, drifts, adopted.refused_wake);
   const bool may_exchange = (stays_away && has_advanced(adopted.choice)) ||
                             may_adapt(adopted, drifts, adopted.refused_exchange_wake);

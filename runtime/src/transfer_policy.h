@@ -44,6 +44,7 @@ struct TransferOptions {
   TransferMode mode = TransferMode::kLoadAware;
   double drift_threshold = 0.15;
   double reschedule_interval = 5;  // in times of a recent round
+  bool may_spin = true;
   // That take as long as beginning a copy: 0.1 ms beside another program on a link of 10 GB/s.
   uint64_t copy_begin_bytes = 1 << 20;
   // For tests: chooses after every round instead of the scheduler. Two threads call it.

@@ -42,7 +42,7 @@ def test_text_streams_and_speed_follows(
     assert captured.err.startswith("prompt: 3 tokens, ")
     assert "text: 5 tokens, " in captured.err
     assert captured.err.endswith(" (length)\n")
-    numbers = {"drift_threshold": 0.15, "reschedule_interval": 5.0}
+    numbers = {"drift_threshold": 0.15, "reschedule_interval": 5.0, "yield_gpu": False}
     dynamic = {"transfer": "load-aware", **numbers}
     assert plan.options == {"threads": 2, "vram": 6 << 30, "verify": False, **dynamic}
     flags = ("--vram", "1G", "--transfer", "static", "--rounds", "synchronous")

@@ -404,10 +404,11 @@ def test_run_tells_when_promotions_change(
 
     monkeypatch.setattr(loader, "load", load_slow)
     flags = ("--transfer", transfer, "--drift-threshold", "0.5", "--reschedule-interval", "8")
+    flags += ("--yield-gpu",)
     more = ("--threads", "1", "-n", "40", "--temperature", "0")
     assert cli.main(["run", str(folder), "-p", "abc", "-v", *flags, *more]) == 0
     (options,) = asked
-    numbers = {"drift_threshold": 0.5, "reschedule_interval": 8}
+    numbers = {"drift_threshold": 0.5, "reschedule_interval": 8, "yield_gpu": True}
     assert options == {
         "transfer": transfer,
         "threads": 1,

@@ -21,6 +21,7 @@ HEADER = Path(__file__).parents[2] / "runtime" / "include" / "atsc.h"
 VERSIONS = {
     2: "89644f7ce2a3d107b542e66040d61956492f54ea14476de9b6ac592e7d46e1dc",
     3: "08f8f4376c2a52d6730246479de933199f6d23061b6b9fb3647e46dbb42510f8",
+    4: "b4c3324b8c5738b0b9877896f511c3abdd3e6cc4172558cec33d758318346405",
 }
 
 

@@ -97,6 +97,12 @@ def test_sessions_whose_units_retreat(model: str, tmp_path: Path) -> None:
         changes = plan.take_changes()
     assert any(change.num_retreated for change in changes), "the GPU was late"
     assert any(change.reason.startswith("the GPU spins") for change in changes)
+    places = [bool(unit % 2) for unit in units]
+    with load(folder, on_device=places, sessions=2, yield_gpu=True) as plan:
+        got = talk(plan, ids, tmp_path)
+        changes = plan.take_changes()
+    assert any(change.num_retreated for change in changes), "the GPU was late"
+    assert not any("spins" in change.reason for change in changes)
     for number, (one, other) in enumerate(zip(got, expected, strict=True)):
         assert np.array_equal(one, other), f"logits {number}"
 

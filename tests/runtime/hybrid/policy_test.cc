@@ -226,7 +226,8 @@ void test_fold(Random& random, const std::string& path, int num_trials) {
   EXPECT(num_folds > num_trials / 4);
 }
 
-// A threshold of 50 % lets a change of 35 % pass; an interval of 200 rounds holds the next question up.
+// A threshold of 50 % lets a change of 35 % pass; an interval of 200 rounds holds the next question up;
+// a device that must not spin does not, however late it is.
 void test_options(Random& random, const std::string& path, int num_trials) {
   for (int trial = 0; trial < num_trials; ++trial) {
     Game game(random, path, {.drift_threshold = 0.5});
@@ -247,6 +248,13 @@ void test_options(Random& random, const std::string& path, int num_trials) {
     EXPECT(patient.num_questions == 1);
     patient.play(600, 0.02);
     EXPECT(patient.num_questions > 1);
+
+    Game yielding(random, path, {.may_spin = false});
+    yielding.machine().wake_ns = 1'000'000;
+    for (int round = 0; round < 200; ++round) {
+      yielding.play(1, 0.02);
+      EXPECT(!yielding.spins());
+    }
   }
 }
 
