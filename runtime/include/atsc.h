@@ -322,7 +322,7 @@ typedef struct atsc_api {
   /* Change how the virtual device behaves, also while rounds run: `what` is "link" (bytes/s each
    * way), "slowdown" (factor of all kernels), "kernel NAME" (least ns of kernels whose names begin
    * so), "cpu" (factor of what the CPU computes beside it), "wake" (ns that it takes to come back from
-   * a wait for the CPU or for a copy) or "fault NAME" (the next such launch fails). Any thread. */
+   * a wait for the CPU or for a copy; 0.6 of them from one that spins) or "fault NAME" (the next such launch fails). Any thread. */
   atsc_status (*plan_script_device)(atsc_plan* plan, const char* what, double value,
                                     atsc_message* message);
 

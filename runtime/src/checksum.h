@@ -1,5 +1,6 @@
-// CRC-32 as zlib computes it (polynomial 0xEDB88320, reflected): 64 bytes a step by products without carry,
-// or eight by tables. Source: Gopal et al., Fast CRC Computation for Generic Polynomials Using PCLMULQDQ (2009).
+// CRC-32 as zlib computes it (polynomial 0xEDB88320, reflected): 64 bytes a step by products without
+// carry, or eight by tables. Source: Gopal et al., Fast CRC Computation for Generic Polynomials Using
+// PCLMULQDQ (2009).
 #pragma once
 
 #include <cstddef>

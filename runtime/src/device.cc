@@ -148,7 +148,9 @@ std::string CommandList::text() const {
       case Command::Kind::kSend:
         format("%s: send %llu bytes, flag %d = %u", bytes, c.flag, c.value);
         break;
-      case Command::Kind::kWaitFlag: format("%s: wait for flag %d = %u", c.flag, c.value); break;
+      case Command::Kind::kWaitFlag:
+        format(c.spins ? "%s: spin for flag %d = %u" : "%s: wait for flag %d = %u", c.flag, c.value);
+        break;
       case Command::Kind::kStamp: format("%s: stamp %d", c.stamp); break;
       case Command::Kind::kRecord: format("%s: point %d", c.point); break;
       case Command::Kind::kWaitPoint: format("%s: wait for point %d", c.point); break;

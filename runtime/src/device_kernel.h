@@ -30,7 +30,6 @@ struct DeviceArgs {
 };
 
 // Of the kernel `atsc_hand_off` (templates/cuda/handoff). Any pointer but these two may be null.
-// Begins with `awaited`: each block spins until that word has reached `awaited_value`.
 struct HandOffArgs {
   void* target;                 // device memory or mapped host memory, both; 4-byte aligned
   const void* source;
@@ -40,7 +39,7 @@ struct HandOffArgs {
   unsigned* flag;               // set to `value` after that: launches of one block only
   unsigned value;
   unsigned awaited_value;
-  const unsigned* awaited;
+  const unsigned* awaited;      // before all else: each block spins until it has reached that value
 };
 
 }  // namespace atsc

@@ -307,6 +307,7 @@ TransferPolicy::Answer TransferPolicy::decide(const Question& question,
     }
   }
   if (question.may_exchange && !model_.fold().advances.empty()) {
+    // A retreat that promises next to nothing is not in its way.
     if (most_moved_ns > stay_ns * (1 - kWorthwhileGain)) most_moved_ns = stay_ns * unsure;
     consider(model_.fold());
   }
