@@ -9,7 +9,7 @@ namespace {
 constexpr double kMostShare = 16;        // a unit's own factor, and its inverse
 constexpr double kLearningRate = 0.05;   // of those
 constexpr double kMostDrift = 1000;
-constexpr double kLatestRound = 0.2;     // its weight in the recent time of a round
+constexpr double kLatestRound = 0.2;     // its weight in what is recent
 
 double length(int64_t begin_ns, int64_t end_ns) {
   return static_cast<double>(std::max<int64_t>(end_ns - begin_ns, 0));
@@ -174,7 +174,16 @@ void LoadMonitor::observe_link(const RoundRecord& record) {
     taken_ns += length(copy.begin_ns, copy.copied_ns);
     expected_ns += model_.transfer_ns(copy.unit);
   }
-  if (expected_ns > 0) link_.observe(taken_ns / expected_ns, clock_ns_);
+  double spread = 0;
+  if (expected_ns > 0 && taken_ns > 0) {
+    const double ratio = taken_ns / expected_ns;
+    link_.observe(ratio, clock_ns_);
+    for (const RoundRecord::Copy& copy : record.copies) {
+      const double mean_ns = ratio * model_.transfer_ns(copy.unit);
+      spread += std::abs(length(copy.begin_ns, copy.copied_ns) - mean_ns) / taken_ns;
+    }
+  }
+  copy_spread_ += (spread - copy_spread_) * kLatestRound;
 }
 
 // From the end of one side's part to the begin of the other's that it was waiting for. The clocks'
@@ -214,7 +223,7 @@ void LoadMonitor::observe_hand_offs(const RoundRecord& record, const Splits& spl
 
 Drifts LoadMonitor::drifts() const {
   return {cpu_.at(clock_ns_), gpu_.at(clock_ns_), link_.at(clock_ns_), hand_off_.at(clock_ns_),
-          wake_.at(clock_ns_)};
+          wake_.at(clock_ns_), copy_spread_};
 }
 
 Speeds LoadMonitor::speeds() const {

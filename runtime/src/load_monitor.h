@@ -53,6 +53,9 @@ class Drift {
 struct Drifts {
   double cpu = 1, gpu = 1, link = 1, hand_off = 1;
   double wake = 1;  // of a hand-off to the device
+  // How far a round's copies are from their mean, on average, as a share of their time; 0: no copies.
+  // Another program's time slices interrupt some and not others (an H200: 0.7; alone 0.02).
+  double copy_spread = 0;
 };
 
 class LoadMonitor {
@@ -89,6 +92,7 @@ class LoadMonitor {
   const Plan& plan_;
   const TransferModel& model_;
   Drift cpu_, gpu_, link_, hand_off_, wake_;
+  double copy_spread_ = 0;
   std::vector<double> cpu_shares_, gpu_shares_;  // of a unit: its own factor besides the drift
   std::vector<Part> parts_;  // of the side that is looked at; kept, so that rounds allocate nothing
   std::vector<Planned> units_;

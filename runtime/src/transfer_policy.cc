@@ -29,8 +29,12 @@ constexpr double kStillLate = 0.8;
 constexpr double kUnsure = 1.1, kUnsureToReturn = 1.3;
 // What is left of a lateness, about, where the device keeps its turn while it waits.
 constexpr double kLateSpinning = 0.6;
+// A spread of copies that only interruptions make.
+constexpr double kInterruptedSpread = 0.3;
 
 bool is_late(const Drifts& now) { return now.wake > kLateWake; }
+// By another program. Few hand-offs may all be in time while it is there; copies are not.
+bool is_pressed(const Drifts& now) { return is_late(now) || now.copy_spread > kInterruptedSpread; }
 
 bool has_retreated(const Choice& choice) { return !choice.retreats.empty(); }
 bool has_advanced(const Choice& choice) { return !choice.advances.empty(); }
@@ -163,7 +167,7 @@ void TransferPolicy::go_back(Adopted& adopted) {
   const Choice& present = answer.choice = adopted.choice;
   const bool spins_no_more = tried.spins && !present.spins;
   const bool has_returned = has_retreated(tried) && !has_retreated(present);
-  if (spins_no_more) {  // what else was tried with it is tried without
+  if (spins_no_more) {
     adopted.refused_spin_wake = adopted.assumed.wake;
   } else if (has_advanced(tried) && !has_advanced(present)) {
     adopted.refused_exchange_wake = adopted.assumed.wake;
@@ -219,7 +223,7 @@ std::optional<TransferPolicy::Question> TransferPolicy::due(const RoundShape& sh
   if (adopted.rounds_to_confirm > 1) --adopted.rounds_to_confirm;
   const Drifts drifts = monitor.drifts();
   const bool adapted = has_adapted(adopted.choice);
-  adopted.rounds_in_time = adapted && !is_late(drifts) ? adopted.rounds_in_time + 1 : 0;
+  adopted.rounds_in_time = adapted && !is_pressed(drifts) ? adopted.rounds_in_time + 1 : 0;
   const bool is_new = class_of(shape) == 0 && adopted.num_rounds < kFirstSteps;
   const bool must_wait = is_new || adopted.trial.is_under_way() || adopted.rounds_to_wait > 0;
   if (must_wait && !options_.choose_at_random) return std::nullopt;
@@ -245,14 +249,16 @@ std::optional<TransferPolicy::Question> TransferPolicy::due(const RoundShape& sh
   const bool may_stay = adapted && adopted.rounds_in_time < adopted.rounds_to_return;
   Speeds speeds = speeds_of(monitor);
   const bool stays_away = may_stay && has_retreated(adopted.choice);
-  if (stays_away && (monitor.num_hand_offs() < kEnoughHandOffs || !is_late(drifts))) {
+  const bool has_few_hand_offs = monitor.num_hand_offs() < kEnoughHandOffs;
+  if (stays_away && (has_few_hand_offs || !is_late(drifts))) {
     speeds.hand_off = std::max(speeds.hand_off, kStillLate * adopted.late_hand_off);
     speeds.wake = std::max(speeds.wake, kStillLate * adopted.late_wake);
   }
   adopted.asked_ns = now_ns;
   const bool may_spin = options_.may_spin &&
                         ((may_stay && adopted.choice.spins) ||
-                         may_adapt(adopted, drifts, adopted.refused_spin_wake));
+                         (!(stays_away && has_few_hand_offs) &&
+                          may_adapt(adopted, drifts, adopted.refused_spin_wake)));
   const bool may_retreat = stays_away || may_adapt(adopted, drifts, adopted.refused_wake);
   const bool may_exchange = (stays_away && has_advanced(adopted.choice)) ||
                             may_adapt(adopted, drifts, adopted.refused_exchange_wake);
@@ -282,19 +288,17 @@ TransferPolicy::Answer TransferPolicy::decide(const Question& question,
   }
   const RoundShape& shape = question.shape;
   const Speeds& speeds = question.speeds;
-  Speeds spinning = speeds;  // as they would be
   answer.before_ns = model_.predict(scheduler, shape, speeds, question.present);
-  const bool begins_to_spin = question.may_spin && !question.present.spins;
-  if (begins_to_spin) {
-    spinning.wake = std::max(speeds.wake * kLateSpinning, 1.0);
-    spinning.hand_off = std::max(speeds.hand_off * kLateSpinning, 1.0);
-  }
   TransferSchedule found = model_.schedule(scheduler, shape, speeds);
-  const auto stay_ns = static_cast<double>(found.round_ns);
+  // What gives up hand-offs gains where copies are there before the device is asked for, also those that
+  // are interrupted.
+  Speeds careful = speeds;
+  careful.link *= 1 + question.drifts.copy_spread;
+  const auto stay_ns = static_cast<double>(model_.schedule(scheduler, shape, careful).round_ns);
   const double unsure = has_retreated(question.present) ? kUnsureToReturn : kUnsure;
   double most_moved_ns = stay_ns * unsure;
   const auto consider = [&](Choice moved) {
-    TransferSchedule other = model_.schedule(scheduler, shape, spinning, moved);
+    TransferSchedule other = model_.schedule(scheduler, shape, careful, moved);
     const auto other_ns = static_cast<double>(other.round_ns);
     if (other_ns >= most_moved_ns) return;
     most_moved_ns = other_ns;
@@ -311,20 +315,30 @@ TransferPolicy::Answer TransferPolicy::decide(const Question& question,
     if (most_moved_ns > stay_ns * (1 - kWorthwhileGain)) most_moved_ns = stay_ns * unsure;
     consider(model_.fold());
   }
+  const auto is_faster = [&](const TransferSchedule& than_present) {
+    return static_cast<double>(than_present.round_ns) <
+           static_cast<double>(answer.before_ns) * (1 - kWorthwhileGain);
+  };
+  // One thing at a time: what few hand-offs are left may be in time.
+  const bool could_spin = question.may_spin && !question.present.spins;
+  const bool begins_retreat = has_retreated(answer.choice) && !has_retreated(question.present);
+  const bool begins_to_spin = could_spin && !(begins_retreat && is_faster(found));
+  if (begins_to_spin && begins_retreat) answer.choice = {};
   if (begins_to_spin && !has_retreated(answer.choice)) {
+    Speeds spinning = speeds;  // as they would be
+    spinning.wake = std::max(speeds.wake * kLateSpinning, 1.0);
+    spinning.hand_off = std::max(speeds.hand_off * kLateSpinning, 1.0);
     found = model_.schedule(scheduler, shape, spinning);
   }
-  answer.choice.promotions = std::move(found.promotions);
-  answer.choice.spins = question.may_spin;
+  answer.choice.spins = question.may_spin && (question.present.spins || begins_to_spin);
   answer.after_ns = found.round_ns;
   // A device that spins begins to, or yields again, and units come home, whatever is predicted: the trial
   // tells whether that was right.
   const bool may_move = question.may_retreat || question.may_exchange;
   const bool returns = (question.present.spins && !question.may_spin) ||
                        (has_retreated(question.present) && !may_move);
-  const auto most_ns = static_cast<double>(answer.before_ns) * (1 - kWorthwhileGain);
-  const bool is_faster = static_cast<double>(answer.after_ns) < most_ns;
-  answer.is_worthwhile = begins_to_spin || returns || is_faster;
+  answer.is_worthwhile = begins_to_spin || returns || is_faster(found);
+  answer.choice.promotions = std::move(found.promotions);
   return answer;
 }
 
@@ -339,10 +353,10 @@ void TransferPolicy::settle(const Question& question, const Answer& answer, cons
   const bool begins_to_spin = answer.choice.spins && !known->choice.spins;
   const bool begins_retreat = has_retreated(answer.choice) && !has_retreated(known->choice);
   if (begins_to_spin || begins_retreat) known->rounds_to_return = kRoundsToReturn;
+  if (begins_to_spin && has_retreated(answer.choice)) known->rounds_to_confirm = kRoundsToConfirm;
   if (begins_retreat) {
-    const double share = begins_to_spin ? kLateSpinning : 1;
-    known->late_hand_off = question.drifts.hand_off * share;
-    known->late_wake = question.drifts.wake * share;
+    known->late_hand_off = question.drifts.hand_off;
+    known->late_wake = question.drifts.wake;
   }
   if (!options_.choose_at_random) known->trial.begin(begins_to_spin || begins_retreat);
   known->before = std::exchange(known->choice, answer.choice);

@@ -96,15 +96,31 @@ def test_sessions_whose_units_retreat(model: str, tmp_path: Path) -> None:
         got = talk(plan, ids, tmp_path)
         changes = plan.take_changes()
     assert any(change.num_retreated for change in changes), "the GPU was late"
-    assert any(change.reason.startswith("the GPU spins") for change in changes)
-    places = [bool(unit % 2) for unit in units]
-    with load(folder, on_device=places, sessions=2, yield_gpu=True) as plan:
-        got = talk(plan, ids, tmp_path)
-        changes = plan.take_changes()
-    assert any(change.num_retreated for change in changes), "the GPU was late"
-    assert not any("spins" in change.reason for change in changes)
     for number, (one, other) in enumerate(zip(got, expected, strict=True)):
         assert np.array_equal(one, other), f"logits {number}"
+
+
+@pytest.mark.parametrize("yields", [False, True])
+def test_sessions_whose_gpu_keeps_its_turn(yields: bool, tmp_path: Path) -> None:
+    """The CPU is far too slow to take units over, and prompts come too often to exchange some.
+
+    In one of some attempts, as the next test.
+    """
+    model = "llama3-int4-cpu"
+    folder = compile_for_both(model, tmp_path / "model.atsplan")
+    ids = [int(token) for token in np.load(MODELS / model / "expected.npz")["ids"]]
+    with load(folder, device=False, sessions=2) as plan:
+        expected, num_units = talk(plan, ids, tmp_path), plan.num_units
+    places, seen = [unit != num_units // 2 for unit in range(num_units)], list[list[str]]()
+    for _ in range(1 if yields else ATTEMPTS):
+        with load(folder, on_device=places, sessions=2, yield_gpu=yields) as plan:
+            got = talk(plan, ids, tmp_path, cpu_slowdown=100)
+            seen.append([change.reason for change in plan.take_changes()])
+        for number, (one, other) in enumerate(zip(got, expected, strict=True)):
+            assert np.array_equal(one, other), f"logits {number}"
+        if any(reason.startswith("the GPU spins") for reason in seen[-1]):
+            break
+    assert any("the GPU spins" in reason for reason in seen[-1]) != yields, seen
 
 
 @pytest.mark.parametrize("model", ["llama3-int4-cpu", "qwen3-int4gather-cpu"])

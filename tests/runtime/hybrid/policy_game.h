@@ -31,6 +31,35 @@ inline RandomPlan plan_with_times(Random& random, int num_layers) {
   return made;
 }
 
+// Times and sizes of all weights alike, their ratios those of a large model on a machine with a PCIe link.
+inline RandomPlan regular_plan(Random& random, int num_layers) {
+  RandomPlan made = plan_with_times(random, num_layers);
+  for (UnitEntry& unit : made.units) {
+    if (unit.kind != UnitKind::kWeights) continue;
+    unit.bytes = kWidth * kWidth * sizeof(float);
+    unit.crc32 = crc32(0, made.weights.data() + unit.offset, unit.bytes);
+    unit.decode.cpu_ns = 250'000;
+    unit.decode.gpu_ns = 9'000;
+    unit.transfer_ns = 300'000;
+  }
+  return made;
+}
+
+// Every second weight of the first layers is the host's, all else lives on the device.
+inline Placement alternating_placement(const RandomPlan& plan, double share_of_layers) {
+  Placement made;
+  made.num_slots = 2;
+  made.slot_bytes = 1 << 20;
+  const auto end = static_cast<size_t>(share_of_layers * static_cast<double>(plan.units.size()));
+  size_t num_weights = 0;
+  for (size_t unit = 0; unit < plan.units.size(); ++unit) {
+    const bool is_weight = plan.units[unit].kind == UnitKind::kWeights;
+    const bool is_hosts = is_weight && unit < end && num_weights++ % 2 == 0;
+    made.on_device.push_back(unit > 0 && !is_hosts);
+  }
+  return made;
+}
+
 inline std::vector<int> units_of(const Choice& choice) {
   std::vector<int> units;
   for (const Promotion& promotion : choice.promotions) units.push_back(promotion.unit);
@@ -44,6 +73,23 @@ struct Noise {
 
   double operator()() {
     return std::max(0.1, 1 + share * std::normal_distribution(0.0, 1.0)(random));
+  }
+};
+
+// Two programs have the device in turn, a slice each, while both have work for it. Who leaves it comes back
+// once the other's slice is over.
+struct Turns {
+  int64_t slice_ns = 0;  // 0: there is no other program
+  int64_t begin_ns = -1;  // of our slice; -1: it is the other's turn
+  int64_t theirs_until_ns = 0;
+
+  bool is_ours(int64_t now_ns, bool has_work) {
+    if (slice_ns == 0) return has_work;
+    const bool is_over = begin_ns >= 0 && (!has_work || now_ns - begin_ns >= slice_ns);
+    if (is_over) theirs_until_ns = now_ns + slice_ns;
+    if (is_over) begin_ns = -1;
+    if (begin_ns < 0 && has_work && now_ns >= theirs_until_ns) begin_ns = now_ns;
+    return begin_ns >= 0;
   }
 };
 
@@ -64,6 +110,7 @@ class Machine {
   double hidden_retreat = 1, hidden_spin = 1;  // of a round in which units retreat, the device spins
   double late_spinning = 0.6;  // what is left of its lateness then
   Choice innocent;
+  Turns turns;
 
   Speeds speeds(bool spins = false) const {
     const auto hand_off_ns = static_cast<double>(setup_.plan.device.hand_off_ns);
@@ -76,6 +123,8 @@ class Machine {
 
   // Plays a round that begins now, and lets it pass.
   RoundRecord run(const HybridRound& round, const Choice& choice, Noise noise);
+  // The same in small steps, where another program takes turns.
+  RoundRecord run_in_turns(const HybridRound& round, const Choice& choice, Noise noise);
 
   int64_t now_ns = 1'000'000, position = 0;
   const Setup& setup_;
@@ -218,13 +267,99 @@ inline RoundRecord Machine::run(const HybridRound& round, const Choice& choice, 
   return record;
 }
 
+inline RoundRecord Machine::run_in_turns(const HybridRound& round, const Choice& choice, Noise noise) {
+  constexpr int64_t kStepNs = 4'000;
+  struct Work {
+    bool on_device;
+    size_t index;  // of its segment or run
+    int unit;
+    double left_ns;
+  };
+  const Splits& splits = round.built.splits;
+  const double cpu_now = cpu * noise(), gpu_now = gpu * noise(), link_now = link * noise();
+  std::vector<Work> work(static_cast<size_t>(setup_.plan.num_nodes));
+  const auto add = [&](bool on_device, size_t index, int node) {
+    const int unit = model.unit_timed_at(node);
+    work[static_cast<size_t>(node)] = {on_device, index, unit, 0};
+    if (unit < 0) return;
+    const TransferModel::Times times = model.times(unit, round.shape);
+    work[static_cast<size_t>(node)].left_ns =
+        on_device ? times.gpu_ns * own_gpu_[static_cast<size_t>(unit)] * gpu_now
+                  : times.cpu_ns * own_cpu_[static_cast<size_t>(unit)] * cpu_now;
+  };
+  for (size_t index = 0; index < splits.segments.size(); ++index) {
+    for (const int node : splits.segments[index].nodes) add(false, index, node);
+  }
+  for (size_t index = 0; index < splits.runs.size(); ++index) {
+    for (const DeviceStep& step : splits.runs[index].steps) add(true, index, step.node);
+  }
+
+  RoundRecord record;
+  record.position = position++;
+  record.begin_ns = now_ns;
+  record.segments.resize(splits.segments.size());
+  record.runs.resize(splits.runs.size());
+  const Promotions& promotions = choice.promotions;
+  const auto num_slots = static_cast<size_t>(setup_.residency->num_slots());
+  size_t num_copied = 0, num_computed = 0;
+  double copy_left_ns = 0;
+  int64_t arrival_ns = now_ns, device_free_ns = now_ns;
+  for (auto now = work.begin(); now != work.end();) {
+    if (record.copies.size() == num_copied && num_copied < promotions.size() &&
+        num_copied < num_computed + num_slots) {
+      copy_left_ns = model.transfer_ns(promotions[num_copied].unit) * link_now;
+      record.copies.push_back({promotions[num_copied].unit, 0, 0, 0, 0});
+    }
+    const bool is_copying = record.copies.size() > num_copied;
+    const bool is_promoted = now->on_device && num_computed < promotions.size() &&
+                             promotions[num_computed].unit == now->unit;
+    const bool is_ready = now_ns >= arrival_ns && !(is_promoted && num_computed >= num_copied);
+    const bool is_ours =
+        turns.is_ours(now_ns, is_copying || (now->on_device && is_ready) || choice.spins);
+    const int64_t end_ns = now_ns + kStepNs;
+    if (is_copying && is_ours) {
+      RoundRecord::Copy& copy = record.copies.back();
+      if (copy.begin_ns == 0) copy.begin_ns = now_ns;
+      copy_left_ns -= static_cast<double>(kStepNs);
+      if (copy_left_ns <= 0) copy.copied_ns = end_ns, ++num_copied;
+    }
+    if (is_ready && (!now->on_device || is_ours)) {
+      int64_t& begin_ns = now->on_device ? record.runs[now->index].begin_ns
+                                         : record.segments[now->index].begin_ns;
+      if (begin_ns == 0) begin_ns = now_ns;
+      const bool is_slower = !now->on_device && is_copying && is_ours;
+      now->left_ns -= static_cast<double>(kStepNs) * (is_slower ? kCpuShare : 1);
+      if (now->left_ns <= 0) {
+        (now->on_device ? record.runs[now->index].end_ns : record.segments[now->index].end_ns) = end_ns;
+        if (is_promoted) {
+          RoundRecord::Copy& copy = record.copies[num_computed++];
+          copy.wait_ns = device_free_ns;
+          copy.ready_ns = std::max(copy.copied_ns, device_free_ns);
+        }
+        if (now->on_device) device_free_ns = end_ns;
+        const bool was_on_device = now->on_device;
+        if (++now != work.end() && now->on_device != was_on_device) {
+          arrival_ns = end_ns + setup_.plan.device.hand_off_ns;
+          if (!now->on_device) record.segments[now->index].wait_ns = end_ns;
+        }
+      }
+    }
+    now_ns = end_ns;
+  }
+  record.end_ns = now_ns;
+  return record;
+}
+
 // A policy on such a machine. Answers come two rounds late, as from another thread.
 class Game {
  public:
   Game(Random& random, const std::string& path, const TransferOptions& options = {})
+      : Game(random, path, plan_with_times(random, 6 + below(random, 6)), options, placed_at_random) {}
+  Game(Random& random, const std::string& path, RandomPlan made, const TransferOptions& options,
+       const std::function<Placement(Random&, const RandomPlan&)>& place)
       : random_(random),
-        made_(plan_with_times(random, 6 + below(random, 6))),
-        setup_(made_, path, placement(), VirtualOptions{}, 1, 1),
+        made_(std::move(made)),
+        setup_(made_, path, place(random, made_), VirtualOptions{}, 1, 1),
         policy_(setup_.plan, *setup_.residency, options),
         machine_(setup_, random) {
     place_ = setup_.residency->take_place();
@@ -243,6 +378,35 @@ class Game {
   }
   int64_t present_ns() {
     return machine_.model.predict(scheduler_, shape, machine_.speeds(choice().spins), choice());
+  }
+  // A round with a choice while another program takes turns, on average.
+  int64_t in_turns_ns(const Choice& choice) {
+    constexpr int kRounds = 20;
+    Machine machine = machine_;
+    HybridRound round{.shape = shape};
+    round.built = build_round(setup_.plan, *setup_.residency, *place_, shape.num_tokens,
+                              shape.num_logit_rows, choice);
+    const int64_t begin_ns = machine.now_ns;
+    for (int count = 0; count < kRounds; ++count) machine.run_in_turns(round, choice, {random_, 0.02});
+    return (machine.now_ns - begin_ns) / kRounds;
+  }
+  // Of choices that a scheduler makes for links and hand-offs of all kinds the best one.
+  int64_t best_in_turns_ns() {
+    int64_t best_ns = INT64_MAX;
+    const auto try_with = [&](const Speeds& speeds, Choice moved) {
+      moved.promotions = machine_.model.schedule(scheduler_, shape, speeds, moved).promotions;
+      best_ns = std::min(best_ns, in_turns_ns(moved));
+    };
+    for (const double link : {1.0, 1.5, 2.0, 3.0}) {
+      for (const double late : {1.0, 5.0, 20.0, 60.0}) {
+        Speeds speeds = machine_.speeds();
+        speeds.link = link;
+        speeds.hand_off = speeds.wake = late;
+        try_with(speeds, {});
+        try_with(speeds, machine_.model.fold());
+      }
+    }
+    return best_ns;
   }
   int64_t best_at_home_ns() {
     return machine_.model.schedule(scheduler_, shape, best_speeds()).round_ns;
@@ -289,11 +453,11 @@ class Game {
  private:
   Speeds best_speeds() { return machine_.speeds(choice().spins); }
 
-  Placement placement() {
-    Placement made = random_placement(random_, made_, 0);
-    made.num_slots = 2 + below(random_, 2);
+  static Placement placed_at_random(Random& random, const RandomPlan& plan) {
+    Placement made = random_placement(random, plan, 0);
+    made.num_slots = 2 + below(random, 2);
     made.slot_bytes = 1 << 20;
-    for (auto& here : made.on_device) here = between(random_, 0, 1) < 0.4;
+    for (auto& here : made.on_device) here = between(random, 0, 1) < 0.4;
     return made;
   }
 
@@ -315,7 +479,9 @@ class Game {
                                  shape.num_logit_rows, adopted.choice);
     }
     round_.version = adopted.version;
-    policy_.observe(round_, machine_.run(round_, adopted.choice, noise));
+    policy_.observe(round_, machine_.turns.slice_ns > 0
+                                ? machine_.run_in_turns(round_, adopted.choice, noise)
+                                : machine_.run(round_, adopted.choice, noise));
     if (question_) return;
     question_ = policy_.due(shape, machine_.now_ns);
     delay_ = 2;

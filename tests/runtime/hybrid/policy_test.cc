@@ -7,6 +7,7 @@
 //     policy_test mistake TRIALS SEED FILE   choices slow rounds down for reasons that no model knows
 //     policy_test retreat TRIALS SEED FILE   the device comes back late: the host takes units over
 //     policy_test fold TRIALS SEED FILE      units exchanged so that the host has the first ones
+//     policy_test turns TRIALS SEED FILE     another program has the device in turn
 //     policy_test options TRIALS SEED FILE   how large a change is one, and how soon the next
 //     policy_test overhead ROUNDS SEED FILE  what watching costs a round; constant speeds are no news
 //
@@ -179,6 +180,37 @@ void test_retreat(Random& random, const std::string& path, int num_trials) {
   }
   EXPECT(num_retreats > num_trials / 4 && num_refused > num_trials / 8);
   EXPECT(num_spinning > num_trials / 4);
+}
+
+// Another program has the device in turn: what comes while it is the other's waits for long, copies as well.
+// Units change places, and so few are promoted that copies are there in spite of that; until it is gone.
+void test_turns(Random& random, const std::string& path, int num_trials) {
+  for (int trial = 0; trial < num_trials; ++trial) {
+    const double share = between(random, 0.6, 0.9);
+    Game game(random, path, regular_plan(random, 30 + below(random, 20)), {},
+              [&](Random&, const RandomPlan& plan) { return alternating_placement(plan, share); });
+    Machine& machine = game.machine();
+    game.play(40, 0.02);
+    machine.turns.slice_ns = std::llrint(between(random, 0.5e6, 0.9e6));
+    const auto first_ns = static_cast<double>(game.in_turns_ns(game.choice()));
+    game.play(300, 0.02);
+    const auto now_ns = static_cast<double>(game.in_turns_ns(game.choice()));
+    const auto best_ns = static_cast<double>(game.best_in_turns_ns());
+    std::fprintf(stderr, "%d: %.1f ms, then %.1f, the best %.1f; %d questions, %d changes\n", trial,
+                 first_ns / 1e6, now_ns / 1e6, best_ns / 1e6, game.num_questions, game.num_changes);
+    EXPECT(game.has_folded());
+    EXPECT(now_ns < 0.92 * first_ns && now_ns < 1.1 * best_ns);
+    game.num_changes = 0;
+    game.play(3000, 0.02);
+    std::fprintf(stderr, "   then %d changes\n", game.num_changes);
+    EXPECT(game.has_folded() && game.num_changes <= 6);
+    machine.turns.slice_ns = 0;
+    const int64_t gone_ns = machine.now_ns;
+    while (game.has_retreated() || game.spins()) {
+      game.play(1, 0.02);
+      EXPECT(machine.now_ns < gone_ns + 100'000'000'000);
+    }
+  }
 }
 
 // Who takes whose place in a fold: the same memory, used once, and one hand-off each way.
@@ -372,6 +404,7 @@ int main(int argc, char** argv) {
   if (name == "noise") test_noise(random, argv[4], count);
   if (name == "probe") test_probe(random, argv[4], count);
   if (name == "retreat") test_retreat(random, argv[4], count);
+  if (name == "turns") test_turns(random, argv[4], count);
   if (name == "fold") test_fold(random, argv[4], count);
   if (name == "mistake") test_mistake(random, argv[4], count);
   if (name == "options") test_options(random, argv[4], count);
