@@ -10,7 +10,7 @@ import functools
 import hashlib
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from atsc.codegen.build import RUNTIME_FLAGS
@@ -26,7 +26,10 @@ from atsc.codegen.toolchain import (
 from atsc.compiler.errors import CodegenError
 from atsc.passes.transfer import Promotion, Scheduler, Slots, Transferable, TransferSchedule
 
-SOURCES = (RUNTIME_SOURCES / "transfer_schedule.cc", COMMON / "transfer_library.cc")
+SOURCES = (
+    *(RUNTIME_SOURCES / f"transfer_{name}.cc" for name in ("schedule", "turns")),
+    COMMON / "transfer_library.cc",
+)
 
 
 class _Unit(ctypes.Structure):
@@ -86,29 +89,11 @@ def load_scheduler(exact: bool = False, toolchain: str | None = None) -> Schedul
     library = _open(toolchain)
 
     def schedule(units: Sequence[Transferable], slots: Slots) -> TransferSchedule:
-        packed = (_Unit * len(units))(
-            *(
-                _Unit(
-                    unit.cpu_ns,
-                    unit.gpu_ns,
-                    unit.transfer_ns,
-                    unit.to_gpu_ns,
-                    unit.to_cpu_ns,
-                    unit.num_bytes,
-                    unit.on_gpu,
-                    unit.can_be_promoted,
-                )
-                for unit in units
-            )
-        )
-        machine = _Machine(
-            slots.num_slots, slots.slot_bytes, slots.link_factor, slots.cpu_share, slots.late_ns
-        )
         promotions, result = (_Promotion * len(units))(), _Result()
         library.atsc_schedule_transfers(
-            packed,
+            _packed(units),
             len(units),
-            ctypes.byref(machine),
+            ctypes.byref(_machine(slots)),
             exact,
             promotions,
             ctypes.byref(result),
@@ -127,6 +112,56 @@ def load_scheduler(exact: bool = False, toolchain: str | None = None) -> Schedul
     return schedule
 
 
+def predict_in_turns(
+    units: Sequence[Transferable],
+    slots: Slots,
+    promoted: Collection[int],
+    slice_ns: int,
+    spins: bool = False,
+    toolchain: str | None = None,
+) -> int:
+    """Nanoseconds of a round beside another program that has the GPU in turn.
+
+    Args:
+        units: their times without the other program.
+        promoted: units that are copied to a slot.
+        slice_ns: how long each program has the GPU while both have work for it.
+        spins: whether the GPU keeps its turn while it waits for the CPU.
+
+    Raises:
+        CodegenError: there is no compiler, or it fails.
+    """
+    flags = bytes(index in promoted for index in range(len(units)))
+    found: int = _open(toolchain).atsc_predict_in_turns(
+        _packed(units), len(units), ctypes.byref(_machine(slots)), flags, slice_ns, spins
+    )
+    return found
+
+
+def _packed(units: Sequence[Transferable]) -> ctypes.Array[_Unit]:
+    return (_Unit * len(units))(
+        *(
+            _Unit(
+                unit.cpu_ns,
+                unit.gpu_ns,
+                unit.transfer_ns,
+                unit.to_gpu_ns,
+                unit.to_cpu_ns,
+                unit.num_bytes,
+                unit.on_gpu,
+                unit.can_be_promoted,
+            )
+            for unit in units
+        )
+    )
+
+
+def _machine(slots: Slots) -> _Machine:
+    return _Machine(
+        slots.num_slots, slots.slot_bytes, slots.link_factor, slots.cpu_share, slots.late_ns
+    )
+
+
 @functools.cache
 def _open(toolchain: str | None) -> ctypes.CDLL:
     library = ctypes.CDLL(str(build_library(toolchain)))
@@ -138,6 +173,15 @@ def _open(toolchain: str | None) -> ctypes.CDLL:
         ctypes.c_bool,
         ctypes.POINTER(_Promotion),
         ctypes.POINTER(_Result),
+    )
+    library.atsc_predict_in_turns.restype = ctypes.c_int64
+    library.atsc_predict_in_turns.argtypes = (
+        ctypes.POINTER(_Unit),
+        ctypes.c_int32,
+        ctypes.POINTER(_Machine),
+        ctypes.c_char_p,
+        ctypes.c_int64,
+        ctypes.c_bool,
     )
     return library
 

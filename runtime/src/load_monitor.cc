@@ -10,6 +10,12 @@ constexpr double kMostShare = 16;        // a unit's own factor, and its inverse
 constexpr double kLearningRate = 0.05;   // of those
 constexpr double kMostDrift = 1000;
 constexpr double kLatestRound = 0.2;     // its weight in what is recent
+// A spread of copies that only interruptions make.
+constexpr double kInterruptedSpread = 0.3;
+// Of another program's slices, hand-offs meet some: else the device is late in another way.
+constexpr double kSomeHandOffs = 0.6;
+constexpr int kManyHandOffs = 10;  // of which one meets a slice as it begins
+constexpr double kLatestSpread = 0.4;  // a question comes after four rounds that are far off
 
 double length(int64_t begin_ns, int64_t end_ns) {
   return static_cast<double>(std::max<int64_t>(end_ns - begin_ns, 0));
@@ -81,8 +87,9 @@ void LoadMonitor::observe(const HybridRound& round, const RoundRecord& record) {
   clock_ns_ += std::max<int64_t>(round_ns, 0);
   observe_cpu(shape, record, splits);
   observe_gpu(shape, record, splits);
-  observe_link(record);
+  observe_link(record, splits);
   observe_hand_offs(record, splits);
+  if (interruptions_.copy_spread < kInterruptedSpread / 2) calm_ = drifts();
   ++num_learned_;
 }
 
@@ -168,28 +175,45 @@ void LoadMonitor::learn(std::vector<double>& shares, Drift& drift) {
   }
 }
 
-void LoadMonitor::observe_link(const RoundRecord& record) {
+// When the first ones of a round begin, the device cannot tell well. Others could begin when the one
+// before them had ended, and a slot was free.
+void LoadMonitor::observe_link(const RoundRecord& record, const Splits& splits) {
+  const std::vector<RoundRecord::Copy>& copies = record.copies;
+  const auto num_slots = static_cast<size_t>(model_.num_slots());
+  copies_.clear();
   double taken_ns = 0, expected_ns = 0;
-  for (const RoundRecord::Copy& copy : record.copies) {
-    taken_ns += length(copy.begin_ns, copy.copied_ns);
-    expected_ns += model_.transfer_ns(copy.unit);
+  const auto add = [&](const RoundRecord::Copy& copy, int64_t begin_ns) {
+    copies_.push_back({length(begin_ns, copy.copied_ns), model_.transfer_ns(copy.unit)});
+    taken_ns += copies_.back().taken_ns;
+    expected_ns += copies_.back().expected_ns;
+  };
+  if (copies.size() <= num_slots && !is_interrupted()) {
+    for (const RoundRecord::Copy& copy : copies) add(copy, copy.begin_ns);
+  }
+  size_t run = 0;
+  for (size_t index = num_slots; index < copies.size(); ++index) {
+    const int freed = copies[index - num_slots].unit;
+    const auto reads = [&](const DeviceStep& step) { return model_.unit_timed_at(step.node) == freed; };
+    while (run < splits.runs.size() && std::ranges::none_of(splits.runs[run].steps, reads)) ++run;
+    if (run == splits.runs.size()) break;
+    const int64_t free_ns = std::max(copies[index - 1].copied_ns, record.runs[run].end_ns);
+    add(copies[index], std::min(copies[index].begin_ns, free_ns));
   }
   double spread = 0;
   if (expected_ns > 0 && taken_ns > 0) {
     const double ratio = taken_ns / expected_ns;
     link_.observe(ratio, clock_ns_);
-    for (const RoundRecord::Copy& copy : record.copies) {
-      const double mean_ns = ratio * model_.transfer_ns(copy.unit);
-      spread += std::abs(length(copy.begin_ns, copy.copied_ns) - mean_ns) / taken_ns;
+    for (const auto& copy : copies_) {
+      spread += std::abs(copy.taken_ns - ratio * copy.expected_ns) / taken_ns;
     }
   }
-  copy_spread_ += (spread - copy_spread_) * kLatestRound;
+  interruptions_.copy_spread += (spread - interruptions_.copy_spread) * kLatestSpread;
 }
 
 // From the end of one side's part to the begin of the other's that it was waiting for. The clocks'
 // difference is known to microseconds, and its error goes into both directions with opposite signs.
 void LoadMonitor::observe_hand_offs(const RoundRecord& record, const Splits& splits) {
-  double to_host_ns = 0, to_device_ns = 0;
+  double to_host_ns = 0, to_device_ns = 0, longest_ns = 0;
   int num_to_host = 0, num_to_device = 0;
   for (size_t index = 0; index < record.segments.size(); ++index) {
     const int run = splits.segments[index].await_run;
@@ -210,6 +234,7 @@ void LoadMonitor::observe_hand_offs(const RoundRecord& record, const Splits& spl
     });
     if (waited_for_copy) continue;
     to_device_ns += static_cast<double>(begin_ns - end_ns);
+    longest_ns = std::max(longest_ns, static_cast<double>(begin_ns - end_ns));
     ++num_to_device;
   }
   num_hand_offs_ = num_to_device;
@@ -219,11 +244,32 @@ void LoadMonitor::observe_hand_offs(const RoundRecord& record, const Splits& spl
   const double mean_ns = (to_host_ns / num_to_host + to_device_mean_ns) / 2;
   hand_off_.observe(mean_ns / expected_ns, clock_ns_);
   wake_.observe(to_device_mean_ns / expected_ns, clock_ns_);
+  if (longest_ns < kLateWake * expected_ns) return;
+  const auto slice_ns = static_cast<double>(interruptions_.slice_ns);
+  if (slice_ns > 0) longest_ns = std::min(longest_ns, 2 * slice_ns);
+  if (longest_ns < slice_ns && num_to_device < kManyHandOffs) return;
+  const double weight = slice_ns == 0 ? 1 : kLatestRound;
+  interruptions_.slice_ns += std::llrint((longest_ns - slice_ns) * weight);
+}
+
+bool LoadMonitor::is_interrupted() const {
+  const double late_ns = drifts().wake * static_cast<double>(plan_.device.hand_off_ns);
+  return interruptions_.copy_spread > kInterruptedSpread && interruptions_.slice_ns > 0 &&
+         late_ns < kSomeHandOffs * static_cast<double>(interruptions_.slice_ns);
+}
+
+Speeds LoadMonitor::calm_speeds() const {
+  Speeds speeds = this->speeds();
+  std::ranges::fill(speeds.gpu, calm_.gpu);
+  speeds.link = calm_.link;
+  speeds.hand_off = calm_.hand_off;
+  speeds.wake = 1;
+  return speeds;
 }
 
 Drifts LoadMonitor::drifts() const {
   return {cpu_.at(clock_ns_), gpu_.at(clock_ns_), link_.at(clock_ns_), hand_off_.at(clock_ns_),
-          wake_.at(clock_ns_), copy_spread_};
+          wake_.at(clock_ns_)};
 }
 
 Speeds LoadMonitor::speeds() const {

@@ -49,13 +49,21 @@ class Drift {
   static constexpr int64_t kMemoryNs = 10'000'000'000, kMostMemoryNs = 320'000'000'000;
 };
 
+// 100 us and more: no clock is so wrong, and another program's time slice takes longer.
+inline constexpr double kLateWake = 10;
+
 // Of the drifts at one moment.
 struct Drifts {
   double cpu = 1, gpu = 1, link = 1, hand_off = 1;
   double wake = 1;  // of a hand-off to the device
-  // How far a round's copies are from their mean, on average, as a share of their time; 0: no copies.
-  // Another program's time slices interrupt some and not others (an H200: 0.7; alone 0.02).
+};
+
+// Of another program that has the device in turn: it interrupts some copies and not others, and holds up
+// some hand-offs for a slice.
+struct Interruptions {
+  // How far copies of a round are from their mean, as a share of their time (an H200: 0.7, alone 0.02).
   double copy_spread = 0;
+  int64_t slice_ns = 0;  // the longest that a hand-off of a round is late; 0: none was
 };
 
 class LoadMonitor {
@@ -67,6 +75,10 @@ class LoadMonitor {
 
   Drifts drifts() const;
   Speeds speeds() const;
+  const Interruptions& interruptions() const { return interruptions_; }
+  bool is_interrupted() const;
+  // Those between interruptions: the device's and the link's are as they were before.
+  Speeds calm_speeds() const;
   int64_t recent_round_ns() const { return recent_round_ns_; }  // 0: none yet
   int num_hand_offs() const { return num_hand_offs_; }  // to the device, measured in the latest round
 
@@ -80,10 +92,13 @@ class LoadMonitor {
     int unit;
     double ns;
   };
+  struct CopyTime {
+    double taken_ns, expected_ns;
+  };
 
   void observe_cpu(const RoundShape& shape, const RoundRecord& record, const Splits& splits);
   void observe_gpu(const RoundShape& shape, const RoundRecord& record, const Splits& splits);
-  void observe_link(const RoundRecord& record);
+  void observe_link(const RoundRecord& record, const Splits& splits);
   void observe_hand_offs(const RoundRecord& record, const Splits& splits);
   void add_part(double taken_ns);
   void add_unit(int unit, double planned_ns, double share);
@@ -92,10 +107,12 @@ class LoadMonitor {
   const Plan& plan_;
   const TransferModel& model_;
   Drift cpu_, gpu_, link_, hand_off_, wake_;
-  double copy_spread_ = 0;
+  Interruptions interruptions_;
+  Drifts calm_;  // of rounds that nothing interrupts
   std::vector<double> cpu_shares_, gpu_shares_;  // of a unit: its own factor besides the drift
   std::vector<Part> parts_;  // of the side that is looked at; kept, so that rounds allocate nothing
   std::vector<Planned> units_;
+  std::vector<CopyTime> copies_;
   int num_learned_ = 0;
   int64_t recent_round_ns_ = 0;
   int num_hand_offs_ = 0;

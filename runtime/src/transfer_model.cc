@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "transfer_turns.h"
+
 namespace atsc {
 namespace {
 
@@ -312,13 +314,24 @@ TransferSchedule TransferModel::schedule(TransferScheduler& scheduler, const Rou
 
 int64_t TransferModel::predict(TransferScheduler& scheduler, const RoundShape& shape,
                                const Speeds& speeds, const Choice& choice) const {
-  const std::vector<TransferUnit> units = units_of(shape, speeds, choice);
-  const Promotions& promotions = choice.promotions;
+  return scheduler.predict(units_of(shape, speeds, choice), machine(speeds),
+                           promoted_in(shape, choice.promotions));
+}
+
+int64_t TransferModel::predict_in_turns(const RoundShape& shape, const Speeds& calm, int64_t slice_ns,
+                                        const Choice& choice) const {
+  return atsc::predict_in_turns(units_of(shape, calm, choice), machine(calm),
+                                promoted_in(shape, choice.promotions), slice_ns, choice.spins);
+}
+
+// A byte for each unit that runs.
+std::vector<uint8_t> TransferModel::promoted_in(const RoundShape& shape,
+                                                const Promotions& promotions) const {
   std::vector<uint8_t> promoted;
   for (const int unit : running(shape)) {
     promoted.push_back(std::ranges::find(promotions, unit, &Promotion::unit) != promotions.end());
   }
-  return scheduler.predict(units, machine(speeds), promoted);
+  return promoted;
 }
 
 }  // namespace atsc

@@ -39,6 +39,7 @@ class TransferModel {
   Times times(int unit, const RoundShape& shape) const;
   double transfer_ns(int unit) const;
   double cpu_share() const;  // the host's speed beside copies
+  int num_slots() const { return residency_.num_slots(); }
 
   // The unit whose time a node's stands for; -1: next to nothing.
   int unit_timed_at(int node) const { return unit_timed_at_[static_cast<size_t>(node)]; }
@@ -61,6 +62,9 @@ class TransferModel {
   // The time of a round with a choice.
   int64_t predict(TransferScheduler& scheduler, const RoundShape& shape, const Speeds& speeds,
                   const Choice& choice) const;
+  // The same where another program has the device in turn, a slice each; `calm` are the speeds in between.
+  int64_t predict_in_turns(const RoundShape& shape, const Speeds& calm, int64_t slice_ns,
+                           const Choice& choice) const;
 
  private:
   struct Unit {
@@ -82,6 +86,7 @@ class TransferModel {
                                      const Choice& moved) const;
   TransferMachine machine(const Speeds& speeds) const;
   bool runs(int unit, const RoundShape& shape) const;
+  std::vector<uint8_t> promoted_in(const RoundShape& shape, const Promotions& promotions) const;
 
   const Plan& plan_;
   const Residency& residency_;

@@ -16,8 +16,6 @@ constexpr int kRoundsToConfirm = 20;
 // The first steps of a process touch memory and wake clocks: they say little, also to compare with.
 constexpr int kFirstSteps = 10;
 constexpr int kRoundsToWait = 8;  // a drift takes four to follow
-// 100 us and more: no clock is so wrong, and another program's time slice takes longer.
-constexpr double kLateWake = 10;
 constexpr double kOtherWake = 2;  // by time slices it varies much
 // Fewer hand-offs of a round say little: the device counts as at least so late as before they were few,
 // and until it has been in time for long enough.
@@ -27,14 +25,14 @@ constexpr double kStillLate = 0.8;
 // (an H200: 39 ms for 55). A retreat may be predicted to take this much longer than to stay, for its trial
 // decides; and once that has shown it to be faster, to come home must promise more.
 constexpr double kUnsure = 1.1, kUnsureToReturn = 1.3;
+// Speeds for which candidates are made where another program has the device in turn: times of copies as
+// multiples of what they take alone, hand-offs late by so many slices.
+constexpr double kLinks[] = {1.2, 1.8, 2.5}, kLateSlices[] = {0.05, 0.15, 0.3};
+constexpr size_t kEachRetreat = 4;  // of the sets of retreats, from the largest on
 // What is left of a lateness, about, where the device keeps its turn while it waits.
 constexpr double kLateSpinning = 0.6;
-// A spread of copies that only interruptions make.
-constexpr double kInterruptedSpread = 0.3;
 
 bool is_late(const Drifts& now) { return now.wake > kLateWake; }
-// By another program. Few hand-offs may all be in time while it is there; copies are not.
-bool is_pressed(const Drifts& now) { return is_late(now) || now.copy_spread > kInterruptedSpread; }
 
 bool has_retreated(const Choice& choice) { return !choice.retreats.empty(); }
 bool has_advanced(const Choice& choice) { return !choice.advances.empty(); }
@@ -223,7 +221,9 @@ std::optional<TransferPolicy::Question> TransferPolicy::due(const RoundShape& sh
   if (adopted.rounds_to_confirm > 1) --adopted.rounds_to_confirm;
   const Drifts drifts = monitor.drifts();
   const bool adapted = has_adapted(adopted.choice);
-  adopted.rounds_in_time = adapted && !is_pressed(drifts) ? adopted.rounds_in_time + 1 : 0;
+  // Few hand-offs may all be in time while another program is there; copies are not.
+  const bool is_pressed = is_late(drifts) || monitor.is_interrupted();
+  adopted.rounds_in_time = adapted && !is_pressed ? adopted.rounds_in_time + 1 : 0;
   const bool is_new = class_of(shape) == 0 && adopted.num_rounds < kFirstSteps;
   const bool must_wait = is_new || adopted.trial.is_under_way() || adopted.rounds_to_wait > 0;
   if (must_wait && !options_.choose_at_random) return std::nullopt;
@@ -270,7 +270,9 @@ std::optional<TransferPolicy::Question> TransferPolicy::due(const RoundShape& sh
                   .may_exchange = may_exchange && adopted.may_exchange,
                   .speeds = std::move(speeds),
                   .drifts = drifts,
-                  .reason = std::move(reason)};
+                  .reason = std::move(reason),
+                  .slice_ns = monitor.is_interrupted() ? monitor.interruptions().slice_ns : 0,
+                  .calm = monitor.calm_speeds()};
 }
 
 TransferPolicy::Answer TransferPolicy::decide(const Question& question,
@@ -286,19 +288,18 @@ TransferPolicy::Answer TransferPolicy::decide(const Question& question,
     answer.is_worthwhile = true;
     return answer;
   }
+  if (question.slice_ns > 0 && class_of(question.shape) == 0) {
+    return decide_in_turns(question, scheduler);
+  }
   const RoundShape& shape = question.shape;
   const Speeds& speeds = question.speeds;
   answer.before_ns = model_.predict(scheduler, shape, speeds, question.present);
   TransferSchedule found = model_.schedule(scheduler, shape, speeds);
-  // What gives up hand-offs gains where copies are there before the device is asked for, also those that
-  // are interrupted.
-  Speeds careful = speeds;
-  careful.link *= 1 + question.drifts.copy_spread;
-  const auto stay_ns = static_cast<double>(model_.schedule(scheduler, shape, careful).round_ns);
+  const auto stay_ns = static_cast<double>(found.round_ns);
   const double unsure = has_retreated(question.present) ? kUnsureToReturn : kUnsure;
   double most_moved_ns = stay_ns * unsure;
   const auto consider = [&](Choice moved) {
-    TransferSchedule other = model_.schedule(scheduler, shape, careful, moved);
+    TransferSchedule other = model_.schedule(scheduler, shape, speeds, moved);
     const auto other_ns = static_cast<double>(other.round_ns);
     if (other_ns >= most_moved_ns) return;
     most_moved_ns = other_ns;
@@ -332,14 +333,62 @@ TransferPolicy::Answer TransferPolicy::decide(const Question& question,
   }
   answer.choice.spins = question.may_spin && (question.present.spins || begins_to_spin);
   answer.after_ns = found.round_ns;
-  // A device that spins begins to, or yields again, and units come home, whatever is predicted: the trial
-  // tells whether that was right.
-  const bool may_move = question.may_retreat || question.may_exchange;
-  const bool returns = (question.present.spins && !question.may_spin) ||
-                       (has_retreated(question.present) && !may_move);
-  answer.is_worthwhile = begins_to_spin || returns || is_faster(found);
+  answer.is_worthwhile = begins_to_spin || must_return(question) || is_faster(found);
   answer.choice.promotions = std::move(found.promotions);
   return answer;
+}
+
+// A device that spins yields again, and units come home, whatever is predicted: the trial tells whether
+// that was right.
+bool TransferPolicy::must_return(const Question& question) {
+  const bool may_move = question.may_retreat || question.may_exchange;
+  return (question.present.spins && !question.may_spin) ||
+         (has_retreated(question.present) && !may_move);
+}
+
+// A scheduler that knows mean times of copies and hand-offs makes candidates, from more patient links and
+// hand-offs to less; which one is best beside the other program is another question.
+TransferPolicy::Answer TransferPolicy::decide_in_turns(const Question& question,
+                                                       TransferScheduler& scheduler) const {
+  const RoundShape& shape = question.shape;
+  const auto predict = [&](const Choice& choice) {
+    return model_.predict_in_turns(shape, question.calm, question.slice_ns, choice);
+  };
+  std::vector<Choice> moves(1);
+  if (question.may_retreat) {
+    std::vector<std::vector<int>> sets = model_.retreats(shape, question.speeds);
+    for (size_t number = 0; number < sets.size(); number += kEachRetreat) {
+      moves.push_back({.promotions = {}, .retreats = std::move(sets[sets.size() - 1 - number])});
+    }
+  }
+  if (question.may_exchange && !model_.fold().advances.empty()) moves.push_back(model_.fold());
+  Answer best{.before_ns = predict(question.present), .after_ns = INT64_MAX};
+  const auto consider = [&](const Choice& choice) {
+    const int64_t after_ns = predict(choice);
+    if (after_ns >= best.after_ns) return;
+    best.after_ns = after_ns;
+    best.choice = choice;
+  };
+  const auto hand_off_ns = static_cast<double>(plan_.device.hand_off_ns);
+  Speeds speeds = question.calm;
+  for (Choice& moved : moves) {
+    for (const double link : kLinks) {
+      for (const double late : kLateSlices) {
+        speeds.link = question.calm.link * link;
+        speeds.wake = 1 + late * static_cast<double>(question.slice_ns) / hand_off_ns;
+        speeds.hand_off = question.calm.hand_off + (speeds.wake - 1) / 2;
+        moved.promotions = model_.schedule(scheduler, shape, speeds, moved).promotions;
+        moved.spins = false;
+        consider(moved);
+        moved.spins = true;
+        if (question.may_spin) consider(moved);
+      }
+    }
+  }
+  best.is_worthwhile = must_return(question) ||
+                       static_cast<double>(best.after_ns) <
+                           static_cast<double>(best.before_ns) * (1 - kWorthwhileGain);
+  return best;
 }
 
 void TransferPolicy::settle(const Question& question, const Answer& answer, const Cost& cost,

@@ -93,6 +93,9 @@ class TransferPolicy {
     Speeds speeds;
     Drifts drifts;
     std::string reason;
+    // Another program has the device in turn: its slices, and speeds in between; 0: none has.
+    int64_t slice_ns = 0;
+    Speeds calm = {};
   };
   // What to decide now, if anything.
   std::optional<Question> due(const RoundShape& shape, int64_t now_ns);
@@ -126,6 +129,8 @@ class TransferPolicy {
   Choice plain_choice(const RoundShape& shape) const;
   // To spin or to move units, which was not refused at this lateness of the device.
   bool may_adapt(const Adopted& adopted, const Drifts& now, double refused_wake) const;
+  static bool must_return(const Question& question);
+  Answer decide_in_turns(const Question& question, TransferScheduler& scheduler) const;
   std::string reason_for(const Adopted& adopted, const Drifts& now) const;
   bool is_off(double assumed, double now) const;
   void go_back(Adopted& adopted);

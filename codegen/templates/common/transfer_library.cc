@@ -4,6 +4,7 @@
 #include <cstdio>
 
 #include "transfer_schedule.h"
+#include "transfer_turns.h"
 
 namespace {
 
@@ -31,4 +32,12 @@ extern "C" [[gnu::visibility("default")]] void atsc_schedule_transfers(
   } catch (const std::exception& error) {
     std::snprintf(result->message, sizeof result->message, "%s", error.what());
   }
+}
+
+// `promoted`: a byte a unit.
+extern "C" [[gnu::visibility("default")]] int64_t atsc_predict_in_turns(
+    const atsc::TransferUnit* units, int32_t num_units, const atsc::TransferMachine* machine,
+    const uint8_t* promoted, int64_t slice_ns, bool spins) {
+  const auto count = static_cast<size_t>(num_units);
+  return atsc::predict_in_turns({units, count}, *machine, {promoted, count}, slice_ns, spins);
 }

@@ -203,7 +203,7 @@ void test_turns(Random& random, const std::string& path, int num_trials) {
     game.num_changes = 0;
     game.play(3000, 0.02);
     std::fprintf(stderr, "   then %d changes\n", game.num_changes);
-    EXPECT(game.has_folded() && game.num_changes <= 6);
+    EXPECT(game.has_folded() && game.num_changes <= 10);
     machine.turns.slice_ns = 0;
     const int64_t gone_ns = machine.now_ns;
     while (game.has_retreated() || game.spins()) {
