@@ -3,7 +3,8 @@
 The pressure comes from processes of their own (this module run with -m), one for each CPU or one
 for the GPU. A process works for its share of every 10 ms, as it would take alone, and sleeps for
 the rest; beside others it gets at most what the system gives it, and says at the end how much that
-was. It ends when its standard input does, so whatever happens to the parent.
+was. What presses the GPU runs on CPUs that this process is not bound to, if there are any. It ends
+when its standard input does, so whatever happens to the parent.
 
 Source: ATSInfer section 5.3 (60 % external CPU load, 60 % external GPU and PCIe load).
 """
@@ -162,6 +163,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The child: press until standard input ends."""
     kind, share, cpu = sys.argv[1:] if arguments is None else arguments
     try:
+        if kind == "gpu":
+            _leave_cpus()
         work = _cpu_work(int(cpu)) if kind == "cpu" else gpu_work(_driver())
         _say({"ready": True})
         _say({"share": press(float(share), work, sys.stdin)})
@@ -184,6 +187,13 @@ def press(share: float, work: Work, stop: Any) -> float:
         worked += work(share * PERIOD_SECONDS, end)
         if select.select([stop], [], [], max(end - time.monotonic(), 0))[0]:
             return worked / (max(end, time.monotonic()) - begin)  # of whole periods
+
+
+def _leave_cpus() -> None:
+    """Go to other CPUs than those that this process has from its parent, if there are any."""
+    others = set(range(os.cpu_count() or 1)) - os.sched_getaffinity(0)
+    with contextlib.suppress(OSError):  # not this process's to use
+        os.sched_setaffinity(0, others)  # none: refused
 
 
 def _cpu_work(cpu: int) -> Work:

@@ -78,7 +78,5 @@ uint64_t available_memory();
 // For a thread of our own: names it, leaves signals to other threads, and keeps it on some CPUs
 // unless `cpus` is empty.
 void set_up_thread(const char* name, const std::vector<int>& cpus);
-// From now on the calling thread gets little of a CPU that others want.
-void work_in_background();
 
 }  // namespace atsc::platform

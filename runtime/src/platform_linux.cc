@@ -13,7 +13,6 @@
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/random.h>
-#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -319,12 +318,6 @@ void set_up_thread(const char* name, const std::vector<int>& cpus) {
   for (const int cpu : cpus) CPU_SET_S(cpu, CPU_ALLOC_SIZE(count), set);
   sched_setaffinity(0, CPU_ALLOC_SIZE(count), set);  // a wish: the system may have changed its mind
   CPU_FREE(set);
-}
-
-// Of the calling thread alone, on Linux.
-void work_in_background() {
-  constexpr int kNiceness = 10;  // a tenth of what others get
-  setpriority(PRIO_PROCESS, 0, std::max(getpriority(PRIO_PROCESS, 0), kNiceness));
 }
 
 }  // namespace atsc::platform

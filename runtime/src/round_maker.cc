@@ -83,7 +83,6 @@ void RoundMaker::free_all() {
 
 void RoundMaker::work() {
   platform::set_up_thread("atsc rounds", {});
-  platform::work_in_background();  // a core that it shares holds up all others of a round
   std::unique_lock lock(mutex_);
   for (;;) {
     changed_.wait(lock, [&] { return quit_ || order_ || !discarded_.empty(); });

@@ -27,7 +27,8 @@ constexpr double kStillLate = 0.8;
 constexpr double kUnsure = 1.1, kUnsureToReturn = 1.3;
 // Speeds for which candidates are made where another program has the device in turn: times of copies as
 // multiples of what they take alone, hand-offs late by so many slices.
-constexpr double kLinks[] = {1.2, 1.8, 2.5}, kLateSlices[] = {0.05, 0.15, 0.3};
+constexpr double kLinks[] = {1.2, 2, 3}, kLateSlices[] = {0.05, 0.15, 0.3};
+constexpr double kGainOfAnother = 0.1;  // of one that has adapted: the model is no better
 constexpr size_t kEachRetreat = 4;  // of the sets of retreats, from the largest on
 // What is left of a lateness, about, where the device keeps its turn while it waits.
 constexpr double kLateSpinning = 0.6;
@@ -311,10 +312,10 @@ TransferPolicy::Answer TransferPolicy::decide(const Question& question,
       consider({.promotions = {}, .retreats = std::move(retreats), .advances = {}});
     }
   }
-  if (question.may_exchange && !model_.fold().advances.empty()) {
+  if (question.may_exchange && !model_.folds().empty()) {
     // A retreat that promises next to nothing is not in its way.
     if (most_moved_ns > stay_ns * (1 - kWorthwhileGain)) most_moved_ns = stay_ns * unsure;
-    consider(model_.fold());
+    consider(model_.folds().front());
   }
   const auto is_faster = [&](const TransferSchedule& than_present) {
     return static_cast<double>(than_present.round_ns) <
@@ -361,7 +362,7 @@ TransferPolicy::Answer TransferPolicy::decide_in_turns(const Question& question,
       moves.push_back({.promotions = {}, .retreats = std::move(sets[sets.size() - 1 - number])});
     }
   }
-  if (question.may_exchange && !model_.fold().advances.empty()) moves.push_back(model_.fold());
+  if (question.may_exchange) std::ranges::copy(model_.folds(), std::back_inserter(moves));
   Answer best{.before_ns = predict(question.present), .after_ns = INT64_MAX};
   const auto consider = [&](const Choice& choice) {
     const int64_t after_ns = predict(choice);
@@ -385,9 +386,9 @@ TransferPolicy::Answer TransferPolicy::decide_in_turns(const Question& question,
       }
     }
   }
-  best.is_worthwhile = must_return(question) ||
-                       static_cast<double>(best.after_ns) <
-                           static_cast<double>(best.before_ns) * (1 - kWorthwhileGain);
+  const double gain = has_adapted(question.present) ? kGainOfAnother : kWorthwhileGain;
+  best.is_worthwhile = must_return(question) || static_cast<double>(best.after_ns) <
+                                                    static_cast<double>(best.before_ns) * (1 - gain);
   return best;
 }
 

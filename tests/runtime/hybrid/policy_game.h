@@ -403,7 +403,7 @@ class Game {
         speeds.link = link;
         speeds.hand_off = speeds.wake = late;
         try_with(speeds, {});
-        try_with(speeds, machine_.model.fold());
+        for (const Choice& fold : machine_.model.folds()) try_with(speeds, fold);
       }
     }
     return best_ns;
@@ -418,9 +418,10 @@ class Game {
       const Choice moved{.promotions = {}, .retreats = retreats, .advances = {}};
       best_ns = std::min(best_ns, machine_.model.schedule(scheduler_, shape, speeds, moved).round_ns);
     }
-    const Choice& fold = machine_.model.fold();
-    if (fold.advances.empty()) return best_ns;
-    return std::min(best_ns, machine_.model.schedule(scheduler_, shape, speeds, fold).round_ns);
+    const std::vector<Choice>& folds = machine_.model.folds();
+    if (folds.empty()) return best_ns;
+    return std::min(best_ns,
+                    machine_.model.schedule(scheduler_, shape, speeds, folds.front()).round_ns);
   }
 
   size_t num_promoted() { return policy_.choice_of(shape).choice.promotions.size(); }
