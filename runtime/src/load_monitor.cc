@@ -258,11 +258,11 @@ bool LoadMonitor::is_interrupted() const {
          late_ns < kSomeHandOffs * static_cast<double>(interruptions_.slice_ns);
 }
 
-Speeds LoadMonitor::calm_speeds() const {
+Speeds LoadMonitor::speeds_between(const Drifts& calm) const {
   Speeds speeds = this->speeds();
-  std::ranges::fill(speeds.gpu, calm_.gpu);
-  speeds.link = calm_.link;
-  speeds.hand_off = calm_.hand_off;
+  std::ranges::fill(speeds.gpu, calm.gpu);
+  speeds.link = calm.link;
+  speeds.hand_off = calm.hand_off;
   speeds.wake = 1;
   return speeds;
 }

@@ -77,8 +77,9 @@ class LoadMonitor {
   Speeds speeds() const;
   const Interruptions& interruptions() const { return interruptions_; }
   bool is_interrupted() const;
-  // Those between interruptions: the device's and the link's are as they were before.
-  Speeds calm_speeds() const;
+  const Drifts& calm() const { return calm_; }  // of rounds before interruptions
+  // Those between interruptions: the device's and the link's are `calm`.
+  Speeds speeds_between(const Drifts& calm) const;
   int64_t recent_round_ns() const { return recent_round_ns_; }  // 0: none yet
   int num_hand_offs() const { return num_hand_offs_; }  // to the device, measured in the latest round
 

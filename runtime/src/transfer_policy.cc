@@ -28,6 +28,7 @@ constexpr double kUnsure = 1.1, kUnsureToReturn = 1.3;
 // Speeds for which candidates are made where another program has the device in turn: times of copies as
 // multiples of what they take alone, hand-offs late by so many slices.
 constexpr double kLinks[] = {1.2, 2, 3}, kLateSlices[] = {0.05, 0.15, 0.3};
+constexpr int64_t kOtherSlice = 2;      // times as long
 constexpr double kGainOfAnother = 0.1;  // of one that has adapted: the model is no better
 constexpr size_t kEachRetreat = 4;  // of the sets of retreats, from the largest on
 // What is left of a lateness, about, where the device keeps its turn while it waits.
@@ -177,6 +178,7 @@ void TransferPolicy::go_back(Adopted& adopted) {
   if (must_gain) {
     adopted.assumed = adopted.assumed_before;
     adopted.assumed.wake = 1;
+    adopted.assumed_slice_ns = 0;
   } else if (has_adapted(present) && !has_adapted(tried)) {
     adopted.rounds_to_return = std::min(2 * adopted.rounds_to_return, kMostRoundsToReturn);
   }
@@ -193,20 +195,28 @@ bool TransferPolicy::is_off(double assumed, double now) const {
   return std::max(assumed / now, now / assumed) > 1 + options_.drift_threshold;
 }
 
-std::string TransferPolicy::reason_for(const Adopted& adopted, const Drifts& now) const {
+// What is asked for time slices follows from them and from the CPU alone; all else is off most of the time.
+std::string TransferPolicy::reason_for(const Adopted& adopted, const Drifts& now,
+                                       int64_t slice_ns) const {
   const Drifts& assumed = adopted.assumed;
+  const bool in_turns = adopted.assumed_slice_ns > 0 && slice_ns > 0;
   std::string reason;
   const auto add = [&](const std::string& text) {
     if (!reason.empty()) reason += ", ";
     reason += text;
   };
   if (is_off(assumed.cpu, now.cpu)) add(change_text("CPU", assumed.cpu, now.cpu));
-  if (is_off(assumed.gpu, now.gpu)) add(change_text("GPU", assumed.gpu, now.gpu));
-  if (is_off(assumed.link, now.link)) add(change_text("link", assumed.link, now.link));
+  if (!in_turns && is_off(assumed.gpu, now.gpu)) add(change_text("GPU", assumed.gpu, now.gpu));
+  if (!in_turns && is_off(assumed.link, now.link)) add(change_text("link", assumed.link, now.link));
+  if (in_turns && (slice_ns > kOtherSlice * adopted.assumed_slice_ns ||
+                   adopted.assumed_slice_ns > kOtherSlice * slice_ns)) {
+    add("other time slices");
+  }
   if (has_adapted(adopted.choice) && adopted.rounds_in_time >= adopted.rounds_to_return) {
     add("the GPU may be free again");
   }
-  if (!has_retreated(adopted.choice) && is_late(now) && is_other_wake(assumed.wake, now.wake)) {
+  if (!in_turns && !has_retreated(adopted.choice) && is_late(now) &&
+      is_other_wake(assumed.wake, now.wake)) {
     char text[48];
     std::snprintf(text, sizeof text, "GPU comes back %.0f times as late", now.wake);
     add(text);
@@ -236,7 +246,12 @@ std::optional<TransferPolicy::Question> TransferPolicy::due(const RoundShape& sh
     adopted.refused_spin_wake = adopted.refused_wake = adopted.refused_exchange_wake = 0;
     adopted.may_exchange = true;
   }
-  std::string reason = reason_for(adopted, drifts);
+  const bool may_stay = adapted && adopted.rounds_in_time < adopted.rounds_to_return;
+  // A choice that has adapted to another program's slices may have too few copies to show them.
+  const bool goes_on = may_stay && adopted.assumed_slice_ns > 0;
+  const bool in_turns = class_of(shape) == 0 && (monitor.is_interrupted() || goes_on);
+  const int64_t slice_ns = in_turns ? monitor.interruptions().slice_ns : 0;
+  std::string reason = reason_for(adopted, drifts, slice_ns);
   if (options_.choose_at_random) reason = "at random";
   if (!reason.empty()) {
     adopted.reason = reason;
@@ -247,7 +262,7 @@ std::optional<TransferPolicy::Question> TransferPolicy::due(const RoundShape& sh
   } else {
     return std::nullopt;
   }
-  const bool may_stay = adapted && adopted.rounds_in_time < adopted.rounds_to_return;
+  const Drifts calm = goes_on ? adopted.calm : monitor.calm();
   Speeds speeds = speeds_of(monitor);
   const bool stays_away = may_stay && has_retreated(adopted.choice);
   const bool has_few_hand_offs = monitor.num_hand_offs() < kEnoughHandOffs;
@@ -272,8 +287,9 @@ std::optional<TransferPolicy::Question> TransferPolicy::due(const RoundShape& sh
                   .speeds = std::move(speeds),
                   .drifts = drifts,
                   .reason = std::move(reason),
-                  .slice_ns = monitor.is_interrupted() ? monitor.interruptions().slice_ns : 0,
-                  .calm = monitor.calm_speeds()};
+                  .slice_ns = slice_ns,
+                  .calm = calm,
+                  .between = monitor.speeds_between(calm)};
 }
 
 TransferPolicy::Answer TransferPolicy::decide(const Question& question,
@@ -289,9 +305,7 @@ TransferPolicy::Answer TransferPolicy::decide(const Question& question,
     answer.is_worthwhile = true;
     return answer;
   }
-  if (question.slice_ns > 0 && class_of(question.shape) == 0) {
-    return decide_in_turns(question, scheduler);
-  }
+  if (question.slice_ns > 0) return decide_in_turns(question, scheduler);
   const RoundShape& shape = question.shape;
   const Speeds& speeds = question.speeds;
   answer.before_ns = model_.predict(scheduler, shape, speeds, question.present);
@@ -353,7 +367,7 @@ TransferPolicy::Answer TransferPolicy::decide_in_turns(const Question& question,
                                                        TransferScheduler& scheduler) const {
   const RoundShape& shape = question.shape;
   const auto predict = [&](const Choice& choice) {
-    return model_.predict_in_turns(shape, question.calm, question.slice_ns, choice);
+    return model_.predict_in_turns(shape, question.between, question.slice_ns, choice);
   };
   std::vector<Choice> moves(1);
   if (question.may_retreat) {
@@ -371,13 +385,13 @@ TransferPolicy::Answer TransferPolicy::decide_in_turns(const Question& question,
     best.choice = choice;
   };
   const auto hand_off_ns = static_cast<double>(plan_.device.hand_off_ns);
-  Speeds speeds = question.calm;
+  Speeds speeds = question.between;
   for (Choice& moved : moves) {
     for (const double link : kLinks) {
       for (const double late : kLateSlices) {
-        speeds.link = question.calm.link * link;
+        speeds.link = question.between.link * link;
         speeds.wake = 1 + late * static_cast<double>(question.slice_ns) / hand_off_ns;
-        speeds.hand_off = question.calm.hand_off + (speeds.wake - 1) / 2;
+        speeds.hand_off = question.between.hand_off + (speeds.wake - 1) / 2;
         moved.promotions = model_.schedule(scheduler, shape, speeds, moved).promotions;
         moved.spins = false;
         consider(moved);
@@ -398,6 +412,8 @@ void TransferPolicy::settle(const Question& question, const Answer& answer, cons
   if (known == adopted_.end()) return;
   known->asked_ns = now_ns;
   known->assumed_before = std::exchange(known->assumed, question.drifts);
+  known->assumed_slice_ns = question.slice_ns;
+  known->calm = question.calm;
   known->rounds_in_time = 0;
   if (!answer.is_worthwhile) return;
   const bool begins_to_spin = answer.choice.spins && !known->choice.spins;

@@ -61,6 +61,8 @@ class TransferPolicy {
     Choice choice;
     int version = 0;             // no other choice has the same
     Drifts assumed = {};
+    int64_t assumed_slice_ns = 0;  // of another program that has the device in turn; 0: none had
+    Drifts calm = {};              // before it came
     int64_t asked_ns = 0;        // when it was last thought over; 0: never
     int rounds_to_confirm = 0;   // until it is asked once more; 0: it is not
     std::string reason = {};     // of the latest question
@@ -93,9 +95,10 @@ class TransferPolicy {
     Speeds speeds;
     Drifts drifts;
     std::string reason;
-    // Another program has the device in turn: its slices, and speeds in between; 0: none has.
+    // Another program has the device in turn, for so long; 0: none has.
     int64_t slice_ns = 0;
-    Speeds calm = {};
+    Drifts calm = {};
+    Speeds between = {};  // its slices
   };
   // What to decide now, if anything.
   std::optional<Question> due(const RoundShape& shape, int64_t now_ns);
@@ -131,7 +134,7 @@ class TransferPolicy {
   bool may_adapt(const Adopted& adopted, const Drifts& now, double refused_wake) const;
   static bool must_return(const Question& question);
   Answer decide_in_turns(const Question& question, TransferScheduler& scheduler) const;
-  std::string reason_for(const Adopted& adopted, const Drifts& now) const;
+  std::string reason_for(const Adopted& adopted, const Drifts& now, int64_t slice_ns) const;
   bool is_off(double assumed, double now) const;
   void go_back(Adopted& adopted);
   void log(const RoundShape& shape, const std::string& reason, const Answer& answer,

@@ -18,7 +18,11 @@ class Turns {
 
   // Whether the device is ours from now on, if that is so.
   bool are_ours(double now_ns, bool has_work) {
+    const bool arrives = !is_ours_ && !wants_;
     wants_ = has_work || spins_;
+    if (arrives && wants_ && now_ns > end_ns_) {  // their slices followed each other meanwhile
+      end_ns_ += slice_ns_ * std::ceil((now_ns - end_ns_ - kOverNs) / slice_ns_);
+    }
     if (is_ours_ && (!wants_ || now_ns > end_ns_ - kOverNs)) {
       is_ours_ = false;
       end_ns_ = now_ns + slice_ns_;

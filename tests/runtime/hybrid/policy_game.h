@@ -76,21 +76,32 @@ struct Noise {
   }
 };
 
-// Two programs have the device in turn, a slice each, while both have work for it. Who leaves it comes back
-// once the other's slice is over.
-struct Turns {
+// Two programs have the device in turn, for slices that differ a little, while both have work for it. The
+// other one always has; whoever leaves it to that one comes back at the end of one of its slices.
+class Turns {
+ public:
   int64_t slice_ns = 0;  // 0: there is no other program
-  int64_t begin_ns = -1;  // of our slice; -1: it is the other's turn
-  int64_t theirs_until_ns = 0;
 
-  bool is_ours(int64_t now_ns, bool has_work) {
+  bool are_ours(int64_t now_ns, bool has_work, Random& random) {
     if (slice_ns == 0) return has_work;
-    const bool is_over = begin_ns >= 0 && (!has_work || now_ns - begin_ns >= slice_ns);
-    if (is_over) theirs_until_ns = now_ns + slice_ns;
-    if (is_over) begin_ns = -1;
-    if (begin_ns < 0 && has_work && now_ns >= theirs_until_ns) begin_ns = now_ns;
-    return begin_ns >= 0;
+    if (is_ours_ && (!has_work || now_ns >= end_ns_)) {
+      is_ours_ = false;
+      end_ns_ = now_ns + length_ns(random);
+    }
+    if (!is_ours_ && now_ns >= end_ns_) {
+      is_ours_ = has_work;
+      end_ns_ = now_ns + length_ns(random);
+    }
+    return is_ours_;
   }
+
+ private:
+  int64_t length_ns(Random& random) const {
+    return std::llrint(static_cast<double>(slice_ns) * between(random, 0.75, 1.25));
+  }
+
+  bool is_ours_ = false;
+  int64_t end_ns_ = 0;  // of our slice, or of theirs
 };
 
 // A machine whose speeds only the test knows.
@@ -315,7 +326,8 @@ inline RoundRecord Machine::run_in_turns(const HybridRound& round, const Choice&
                              promotions[num_computed].unit == now->unit;
     const bool is_ready = now_ns >= arrival_ns && !(is_promoted && num_computed >= num_copied);
     const bool is_ours =
-        turns.is_ours(now_ns, is_copying || (now->on_device && is_ready) || choice.spins);
+        turns.are_ours(now_ns, is_copying || (now->on_device && is_ready) || choice.spins,
+                       noise.random);
     const int64_t end_ns = now_ns + kStepNs;
     if (is_copying && is_ours) {
       RoundRecord::Copy& copy = record.copies.back();
