@@ -243,6 +243,7 @@ std::optional<TransferPolicy::Question> TransferPolicy::due(const RoundShape& sh
   if (is_early && !options_.choose_at_random) return std::nullopt;
   if (!adapted && !is_late(drifts)) {
     adopted.assumed.wake = 1;
+    adopted.assumed_slice_ns = 0;
     adopted.refused_spin_wake = adopted.refused_wake = adopted.refused_exchange_wake = 0;
     adopted.may_exchange = true;
   }
@@ -457,6 +458,7 @@ void TransferPolicy::stop_exchanges() {
     adopted.version = num_versions_++;
     adopted.trial.reset();
     adopted.assumed.wake = 1;  // so that the question is open again
+    adopted.assumed_slice_ns = 0;
     adopted.may_exchange = false;
     log(adopted.shape, "back: units change places too often", {.choice = adopted.choice}, {});
   }

@@ -12,7 +12,8 @@
 //
 // Where hand-offs show that another program keeps the device from coming back, decode makes two more
 // choices. Units may retreat: the host computes what lies between its own units, so that fewer hand-offs
-// are left. And the device keeps its turn while it waits for the host: it spins. Hand-offs go on showing
+// are left. And the device keeps its turn while it waits for the host: it spins. Where the other program
+// has the device in turn, a slice each, choices are judged by a model of that. Hand-offs go on showing
 // how late the device is; once it was in time for long enough, it yields again and units come home. Where
 // a trial fails, the same is not tried again on a device that is as late, or given up later.
 //

@@ -186,7 +186,7 @@ void test_retreat(Random& random, const std::string& path, int num_trials) {
 // Units change places, and so few are promoted that copies are there in spite of that; until it is gone.
 void test_turns(Random& random, const std::string& path, int num_trials) {
   double sum_of_gains = 0;
-  int num_folds = 0;
+  int num_folds = 0, num_folds_again = 0;
   for (int trial = 0; trial < num_trials; ++trial) {
     const double share = between(random, 0.6, 0.9);
     Game game(random, path, regular_plan(random, 30 + below(random, 20)), {},
@@ -213,8 +213,13 @@ void test_turns(Random& random, const std::string& path, int num_trials) {
       game.play(1, 0.02);
       EXPECT(machine.now_ns < gone_ns + 100'000'000'000);
     }
+    game.play(100, 0.02);
+    machine.turns.slice_ns = 700'000;
+    game.play(200, 0.02);
+    num_folds_again += game.has_folded();
   }
   EXPECT(sum_of_gains > 0.1 * num_trials && num_folds > 0.8 * num_trials);
+  EXPECT(num_folds_again > 0.8 * num_trials);
 }
 
 void check_fold(const RandomPlan& made, const DeviceShare& on, const Choice& fold) {
