@@ -30,7 +30,7 @@ constexpr double kUnsure = 1.1, kUnsureToReturn = 1.3;
 constexpr double kLinks[] = {1.2, 2, 3}, kLateSlices[] = {0.05, 0.15, 0.3};
 constexpr int64_t kOtherSlice = 2;      // times as long
 constexpr double kGainOfAnother = 0.1;  // of one that has adapted: the model is no better
-constexpr size_t kEachRetreat = 4;  // of the sets of retreats, from the largest on
+constexpr size_t kEachRetreat = 4;  // of the sets of retreats, and the largest
 // What is left of a lateness, about, where the device keeps its turn while it waits.
 constexpr double kLateSpinning = 0.6;
 
@@ -362,48 +362,58 @@ bool TransferPolicy::must_return(const Question& question) {
          (has_retreated(question.present) && !may_move);
 }
 
-// A scheduler that knows mean times of copies and hand-offs makes candidates, from more patient links and
-// hand-offs to less; which one is best beside the other program is another question.
-TransferPolicy::Answer TransferPolicy::decide_in_turns(const Question& question,
-                                                       TransferScheduler& scheduler) const {
-  const RoundShape& shape = question.shape;
-  const auto predict = [&](const Choice& choice) {
-    return model_.predict_in_turns(shape, question.between, question.slice_ns, choice);
-  };
-  std::vector<Choice> moves(1);
-  if (question.may_retreat) {
-    std::vector<std::vector<int>> sets = model_.retreats(shape, question.speeds);
-    for (size_t number = 0; number < sets.size(); number += kEachRetreat) {
-      moves.push_back({.promotions = {}, .retreats = std::move(sets[sets.size() - 1 - number])});
-    }
-  }
-  if (question.may_exchange) std::ranges::copy(model_.folds(), std::back_inserter(moves));
-  Answer best{.before_ns = predict(question.present), .after_ns = INT64_MAX};
-  const auto consider = [&](const Choice& choice) {
-    const int64_t after_ns = predict(choice);
-    if (after_ns >= best.after_ns) return;
-    best.after_ns = after_ns;
-    best.choice = choice;
-  };
+// What to promote, and whether to spin, with the units moved as in `moved`. A scheduler that knows mean times
+// of copies and hand-offs makes candidates, for links and hand-offs from fast to slow; which one is best
+// beside the other program is another question.
+TransferPolicy::Answer TransferPolicy::best_in_turns(const Question& question, Choice moved,
+                                                     TransferScheduler& scheduler) const {
+  Answer best{.after_ns = INT64_MAX};
   const auto hand_off_ns = static_cast<double>(plan_.device.hand_off_ns);
   Speeds speeds = question.between;
-  for (Choice& moved : moves) {
-    for (const double link : kLinks) {
-      for (const double late : kLateSlices) {
-        speeds.link = question.between.link * link;
-        speeds.wake = 1 + late * static_cast<double>(question.slice_ns) / hand_off_ns;
-        speeds.hand_off = question.between.hand_off + (speeds.wake - 1) / 2;
-        moved.promotions = model_.schedule(scheduler, shape, speeds, moved).promotions;
-        moved.spins = false;
-        consider(moved);
-        moved.spins = true;
-        if (question.may_spin) consider(moved);
+  for (const double link : kLinks) {
+    for (const double late : kLateSlices) {
+      speeds.link = question.between.link * link;
+      speeds.wake = 1 + late * static_cast<double>(question.slice_ns) / hand_off_ns;
+      speeds.hand_off = question.between.hand_off + (speeds.wake - 1) / 2;
+      moved.promotions = model_.schedule(scheduler, question.shape, speeds, moved).promotions;
+      for (const bool spins : {false, true}) {
+        if (spins && !question.may_spin) continue;
+        moved.spins = spins;
+        const int64_t after_ns = in_turns_ns(question, moved);
+        if (after_ns < best.after_ns) best = {.choice = moved, .after_ns = after_ns};
       }
     }
   }
+  return best;
+}
+
+int64_t TransferPolicy::in_turns_ns(const Question& question, const Choice& choice) const {
+  return model_.predict_in_turns(question.shape, question.between, question.slice_ns, choice);
+}
+
+// What moves more must gain more: memory of the host is read for it, and a prompt moves it back.
+TransferPolicy::Answer TransferPolicy::decide_in_turns(const Question& question,
+                                                       TransferScheduler& scheduler) const {
+  std::vector<Choice> moves;
+  if (question.may_retreat) {
+    std::vector<std::vector<int>> sets = model_.retreats(question.shape, question.speeds);
+    for (size_t number = 0; number < sets.size(); ++number) {
+      if ((sets.size() - 1 - number) % kEachRetreat > 0) continue;
+      moves.push_back({.promotions = {}, .retreats = std::move(sets[number])});
+    }
+  }
+  if (question.may_exchange) std::ranges::copy(model_.folds(), std::back_inserter(moves));
+  const auto is_faster = [](int64_t now_ns, int64_t than_ns, double gain) {
+    return static_cast<double>(now_ns) < static_cast<double>(than_ns) * (1 - gain);
+  };
+  Answer best = best_in_turns(question, {}, scheduler);
+  for (Choice& moved : moves) {
+    Answer other = best_in_turns(question, std::move(moved), scheduler);
+    if (is_faster(other.after_ns, best.after_ns, kWorthwhileGain)) best = std::move(other);
+  }
+  best.before_ns = in_turns_ns(question, question.present);
   const double gain = has_adapted(question.present) ? kGainOfAnother : kWorthwhileGain;
-  best.is_worthwhile = must_return(question) || static_cast<double>(best.after_ns) <
-                                                    static_cast<double>(best.before_ns) * (1 - gain);
+  best.is_worthwhile = must_return(question) || is_faster(best.after_ns, best.before_ns, gain);
   return best;
 }
 

@@ -135,6 +135,8 @@ class TransferPolicy {
   bool may_adapt(const Adopted& adopted, const Drifts& now, double refused_wake) const;
   static bool must_return(const Question& question);
   Answer decide_in_turns(const Question& question, TransferScheduler& scheduler) const;
+  Answer best_in_turns(const Question& question, Choice moved, TransferScheduler& scheduler) const;
+  int64_t in_turns_ns(const Question& question, const Choice& choice) const;
   std::string reason_for(const Adopted& adopted, const Drifts& now, int64_t slice_ns) const;
   bool is_off(double assumed, double now) const;
   void go_back(Adopted& adopted);
