@@ -27,7 +27,8 @@ from atsc.compiler.errors import CodegenError
 from atsc.passes.transfer import Promotion, Scheduler, Slots, Transferable, TransferSchedule
 
 SOURCES = (
-    *(RUNTIME_SOURCES / f"transfer_{name}.cc" for name in ("schedule", "turns")),
+    RUNTIME_SOURCES / "transfer_schedule.cc",
+    RUNTIME_SOURCES / "transfer_turns.cc",
     COMMON / "transfer_library.cc",
 )
 

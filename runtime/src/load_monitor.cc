@@ -89,7 +89,7 @@ void LoadMonitor::observe(const HybridRound& round, const RoundRecord& record) {
   observe_gpu(shape, record, splits);
   observe_link(record, splits);
   observe_hand_offs(record, splits);
-  if (interruptions_.copy_spread < kInterruptedSpread / 2) calm_ = drifts();
+  if (copy_spread_ < kInterruptedSpread / 2) calm_ = drifts();
   ++num_learned_;
 }
 
@@ -207,7 +207,7 @@ void LoadMonitor::observe_link(const RoundRecord& record, const Splits& splits) 
       spread += std::abs(copy.taken_ns - ratio * copy.expected_ns) / taken_ns;
     }
   }
-  interruptions_.copy_spread += (spread - interruptions_.copy_spread) * kLatestSpread;
+  copy_spread_ += (spread - copy_spread_) * kLatestSpread;
 }
 
 // From the end of one side's part to the begin of the other's that it was waiting for. The clocks'
@@ -245,17 +245,17 @@ void LoadMonitor::observe_hand_offs(const RoundRecord& record, const Splits& spl
   hand_off_.observe(mean_ns / expected_ns, clock_ns_);
   wake_.observe(to_device_mean_ns / expected_ns, clock_ns_);
   if (longest_ns < kLateWake * expected_ns) return;
-  const auto slice_ns = static_cast<double>(interruptions_.slice_ns);
+  const auto slice_ns = static_cast<double>(slice_ns_);
   if (slice_ns > 0) longest_ns = std::min(longest_ns, 2 * slice_ns);
   if (longest_ns < slice_ns && num_to_device < kManyHandOffs) return;
   const double weight = slice_ns == 0 ? 1 : kLatestRound;
-  interruptions_.slice_ns += std::llrint((longest_ns - slice_ns) * weight);
+  slice_ns_ += std::llrint((longest_ns - slice_ns) * weight);
 }
 
 bool LoadMonitor::is_interrupted() const {
   const double late_ns = drifts().wake * static_cast<double>(plan_.device.hand_off_ns);
-  return interruptions_.copy_spread > kInterruptedSpread && interruptions_.slice_ns > 0 &&
-         late_ns < kSomeHandOffs * static_cast<double>(interruptions_.slice_ns);
+  return copy_spread_ > kInterruptedSpread && slice_ns_ > 0 &&
+         late_ns < kSomeHandOffs * static_cast<double>(slice_ns_);
 }
 
 Speeds LoadMonitor::speeds_between(const Drifts& calm) const {

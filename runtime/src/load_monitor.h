@@ -58,14 +58,6 @@ struct Drifts {
   double wake = 1;  // of a hand-off to the device
 };
 
-// Of another program that has the device in turn: it interrupts some copies and not others, and holds up
-// some hand-offs for a slice.
-struct Interruptions {
-  // How far copies of a round are from their mean, as a share of their time (an H200: 0.7, alone 0.02).
-  double copy_spread = 0;
-  int64_t slice_ns = 0;  // the longest that a hand-off of a round is late; 0: none was
-};
-
 class LoadMonitor {
  public:
   LoadMonitor(const Plan& plan, const TransferModel& model, double threshold);
@@ -75,8 +67,10 @@ class LoadMonitor {
 
   Drifts drifts() const;
   Speeds speeds() const;
-  const Interruptions& interruptions() const { return interruptions_; }
+  // Whether another program has the device in turn: it interrupts some copies and not others, and holds up
+  // some hand-offs for a slice; and how long that is.
   bool is_interrupted() const;
+  int64_t slice_ns() const { return slice_ns_; }
   const Drifts& calm() const { return calm_; }  // of rounds before interruptions
   // Those between interruptions: the device's and the link's are `calm`.
   Speeds speeds_between(const Drifts& calm) const;
@@ -108,7 +102,9 @@ class LoadMonitor {
   const Plan& plan_;
   const TransferModel& model_;
   Drift cpu_, gpu_, link_, hand_off_, wake_;
-  Interruptions interruptions_;
+  // How far copies of a round are from their mean, as a share of their time (an H200: 0.7, alone 0.02).
+  double copy_spread_ = 0;
+  int64_t slice_ns_ = 0;  // the longest that a hand-off of a round is late; 0: none was
   Drifts calm_;  // of rounds that nothing interrupts
   std::vector<double> cpu_shares_, gpu_shares_;  // of a unit: its own factor besides the drift
   std::vector<Part> parts_;  // of the side that is looked at; kept, so that rounds allocate nothing

@@ -328,9 +328,9 @@ int64_t TransferModel::predict(TransferScheduler& scheduler, const RoundShape& s
                            promoted_in(shape, choice.promotions));
 }
 
-int64_t TransferModel::predict_in_turns(const RoundShape& shape, const Speeds& calm, int64_t slice_ns,
-                                        const Choice& choice) const {
-  return atsc::predict_in_turns(units_of(shape, calm, choice), machine(calm),
+int64_t TransferModel::predict_in_turns(const RoundShape& shape, const Speeds& between,
+                                        int64_t slice_ns, const Choice& choice) const {
+  return atsc::predict_in_turns(units_of(shape, between, choice), machine(between),
                                 promoted_in(shape, choice.promotions), slice_ns, choice.spins);
 }
 

@@ -63,8 +63,9 @@ class TransferModel {
   // The time of a round with a choice.
   int64_t predict(TransferScheduler& scheduler, const RoundShape& shape, const Speeds& speeds,
                   const Choice& choice) const;
-  // The same where another program has the device in turn, a slice each; `calm` are the speeds in between.
-  int64_t predict_in_turns(const RoundShape& shape, const Speeds& calm, int64_t slice_ns,
+  // The same where another program has the device in turn, a slice each; `between` are the speeds between its
+  // slices.
+  int64_t predict_in_turns(const RoundShape& shape, const Speeds& between, int64_t slice_ns,
                            const Choice& choice) const;
 
  private:

@@ -48,6 +48,10 @@ Speeds speeds_of(const LoadMonitor& monitor) {
   return speeds;
 }
 
+bool is_faster(int64_t round_ns, int64_t than_ns, double gain = kWorthwhileGain) {
+  return static_cast<double>(round_ns) < static_cast<double>(than_ns) * (1 - gain);
+}
+
 bool is_other_wake(double one, double other) {
   return std::max(one / other, other / one) > kOtherWake;
 }
@@ -251,7 +255,7 @@ std::optional<TransferPolicy::Question> TransferPolicy::due(const RoundShape& sh
   // A choice that has adapted to another program's slices may have too few copies to show them.
   const bool goes_on = may_stay && adopted.assumed_slice_ns > 0;
   const bool in_turns = class_of(shape) == 0 && (monitor.is_interrupted() || goes_on);
-  const int64_t slice_ns = in_turns ? monitor.interruptions().slice_ns : 0;
+  const int64_t slice_ns = in_turns ? monitor.slice_ns() : 0;
   std::string reason = reason_for(adopted, drifts, slice_ns);
   if (options_.choose_at_random) reason = "at random";
   if (!reason.empty()) {
@@ -290,7 +294,7 @@ std::optional<TransferPolicy::Question> TransferPolicy::due(const RoundShape& sh
                   .reason = std::move(reason),
                   .slice_ns = slice_ns,
                   .calm = calm,
-                  .between = monitor.speeds_between(calm)};
+                  .between = in_turns ? monitor.speeds_between(calm) : Speeds{}};
 }
 
 TransferPolicy::Answer TransferPolicy::decide(const Question& question,
@@ -332,14 +336,10 @@ TransferPolicy::Answer TransferPolicy::decide(const Question& question,
     if (most_moved_ns > stay_ns * (1 - kWorthwhileGain)) most_moved_ns = stay_ns * unsure;
     consider(model_.folds().front());
   }
-  const auto is_faster = [&](const TransferSchedule& than_present) {
-    return static_cast<double>(than_present.round_ns) <
-           static_cast<double>(answer.before_ns) * (1 - kWorthwhileGain);
-  };
   // One thing at a time: what few hand-offs are left may be in time.
   const bool could_spin = question.may_spin && !question.present.spins;
   const bool begins_retreat = has_retreated(answer.choice) && !has_retreated(question.present);
-  const bool begins_to_spin = could_spin && !(begins_retreat && is_faster(found));
+  const bool begins_to_spin = could_spin && !(begins_retreat && is_faster(found.round_ns, answer.before_ns));
   if (begins_to_spin && begins_retreat) answer.choice = {};
   if (begins_to_spin && !has_retreated(answer.choice)) {
     Speeds spinning = speeds;  // as they would be
@@ -349,7 +349,8 @@ TransferPolicy::Answer TransferPolicy::decide(const Question& question,
   }
   answer.choice.spins = question.may_spin && (question.present.spins || begins_to_spin);
   answer.after_ns = found.round_ns;
-  answer.is_worthwhile = begins_to_spin || must_return(question) || is_faster(found);
+  answer.is_worthwhile =
+      begins_to_spin || must_return(question) || is_faster(answer.after_ns, answer.before_ns);
   answer.choice.promotions = std::move(found.promotions);
   return answer;
 }
@@ -403,13 +404,10 @@ TransferPolicy::Answer TransferPolicy::decide_in_turns(const Question& question,
     }
   }
   if (question.may_exchange) std::ranges::copy(model_.folds(), std::back_inserter(moves));
-  const auto is_faster = [](int64_t now_ns, int64_t than_ns, double gain) {
-    return static_cast<double>(now_ns) < static_cast<double>(than_ns) * (1 - gain);
-  };
   Answer best = best_in_turns(question, {}, scheduler);
   for (Choice& moved : moves) {
     Answer other = best_in_turns(question, std::move(moved), scheduler);
-    if (is_faster(other.after_ns, best.after_ns, kWorthwhileGain)) best = std::move(other);
+    if (is_faster(other.after_ns, best.after_ns)) best = std::move(other);
   }
   best.before_ns = in_turns_ns(question, question.present);
   const double gain = has_adapted(question.present) ? kGainOfAnother : kWorthwhileGain;

@@ -142,8 +142,28 @@ class Machine {
   const TransferModel model;
 
  private:
+  // Of a node: the segment or the run that it is part of.
+  struct Place {
+    bool on_device;
+    size_t index;
+  };
+  std::vector<Place> places_of(const Splits& splits) const;
+
   std::vector<double> own_cpu_, own_gpu_;
 };
+
+inline std::vector<Machine::Place> Machine::places_of(const Splits& splits) const {
+  std::vector<Place> places(static_cast<size_t>(setup_.plan.num_nodes));
+  for (size_t index = 0; index < splits.segments.size(); ++index) {
+    for (int node : splits.segments[index].nodes) places[static_cast<size_t>(node)] = {false, index};
+  }
+  for (size_t index = 0; index < splits.runs.size(); ++index) {
+    for (const DeviceStep& step : splits.runs[index].steps) {
+      places[static_cast<size_t>(step.node)] = {true, index};
+    }
+  }
+  return places;
+}
 
 class Copies {
  public:
@@ -207,22 +227,10 @@ inline RoundRecord Machine::run(const HybridRound& round, const Choice& choice, 
   Copies copies(choice.promotions, record, [&](int unit) { return model.transfer_ns(unit) * link_now; });
   record.segments.resize(splits.segments.size());
   record.runs.resize(splits.runs.size());
-  struct Place {
-    bool on_device;
-    size_t index;
-  };
-  std::vector<Place> places(static_cast<size_t>(setup_.plan.num_nodes));
+  const std::vector<Place> places = places_of(splits);
   std::vector<bool> has_begun[2];
   has_begun[0].resize(splits.segments.size());
   has_begun[1].resize(splits.runs.size());
-  for (size_t index = 0; index < splits.segments.size(); ++index) {
-    for (int node : splits.segments[index].nodes) places[static_cast<size_t>(node)] = {false, index};
-  }
-  for (size_t index = 0; index < splits.runs.size(); ++index) {
-    for (const DeviceStep& step : splits.runs[index].steps) {
-      places[static_cast<size_t>(step.node)] = {true, index};
-    }
-  }
   const auto lateness = [&] {
     const double mean_ns = static_cast<double>(wake_ns) * (choice.spins ? late_spinning : 1);
     return std::llrint(mean_ns * between(noise.random, 0.7, 1.3));
@@ -282,27 +290,20 @@ inline RoundRecord Machine::run_in_turns(const HybridRound& round, const Choice&
   constexpr int64_t kStepNs = 4'000;
   struct Work {
     bool on_device;
-    size_t index;  // of its segment or run
+    size_t index;
     int unit;
     double left_ns;
   };
   const Splits& splits = round.built.splits;
   const double cpu_now = cpu * noise(), gpu_now = gpu * noise(), link_now = link * noise();
-  std::vector<Work> work(static_cast<size_t>(setup_.plan.num_nodes));
-  const auto add = [&](bool on_device, size_t index, int node) {
-    const int unit = model.unit_timed_at(node);
-    work[static_cast<size_t>(node)] = {on_device, index, unit, 0};
-    if (unit < 0) return;
+  std::vector<Work> work;
+  for (const auto [on_device, index] : places_of(splits)) {
+    const int unit = model.unit_timed_at(static_cast<int>(work.size()));
+    work.push_back({on_device, index, unit, 0});
+    if (unit < 0) continue;
     const TransferModel::Times times = model.times(unit, round.shape);
-    work[static_cast<size_t>(node)].left_ns =
-        on_device ? times.gpu_ns * own_gpu_[static_cast<size_t>(unit)] * gpu_now
-                  : times.cpu_ns * own_cpu_[static_cast<size_t>(unit)] * cpu_now;
-  };
-  for (size_t index = 0; index < splits.segments.size(); ++index) {
-    for (const int node : splits.segments[index].nodes) add(false, index, node);
-  }
-  for (size_t index = 0; index < splits.runs.size(); ++index) {
-    for (const DeviceStep& step : splits.runs[index].steps) add(true, index, step.node);
+    work.back().left_ns = on_device ? times.gpu_ns * own_gpu_[static_cast<size_t>(unit)] * gpu_now
+                                    : times.cpu_ns * own_cpu_[static_cast<size_t>(unit)] * cpu_now;
   }
 
   RoundRecord record;
