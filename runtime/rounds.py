@@ -50,7 +50,7 @@ class Change:
     promoted_bytes: int
     """That each round copies."""
     before_ns: int
-    """A round with the choice before, as predicted at that moment."""
+    """A round with the choice before, as predicted; as measured after trials and comparisons."""
     after_ns: int
     """With this one."""
     adoption_ns: int
@@ -67,7 +67,7 @@ class Change:
         memory = f" ({self.host_bytes / 2**20:.1f} MiB of memory)" if self.host_bytes else ""
         return (
             f"{self.kind} promotes {self.num_promoted} units, "
-            f"{self.promoted_bytes / 2**20:.1f} MiB{retreats}{memory} ({self.reason}); predicted: "
+            f"{self.promoted_bytes / 2**20:.1f} MiB{retreats}{memory} ({self.reason}); expected: "
             f"{self.after_ns / 1e6:.2f} ms instead of {self.before_ns / 1e6:.2f}"
         )
 

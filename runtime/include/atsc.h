@@ -232,7 +232,7 @@ typedef struct atsc_change {
   int32_t kind;            /* ATSC_ROUND_*: of rounds with few tokens, or with many */
   int32_t num_promoted;    /* units */
   uint64_t promoted_bytes; /* that each round copies */
-  int64_t before_ns;       /* a round with the choice before, as predicted at that moment */
+  int64_t before_ns;       /* a round with the choice before, as predicted, or as trials have measured */
   int64_t after_ns;        /* with this one */
   int64_t adoption_ns;     /* that the swap took of the rounds' thread */
   int64_t build_ns;        /* beside rounds: choosing, and making the round ready */

@@ -8,7 +8,6 @@
 namespace atsc {
 namespace {
 
-constexpr size_t kMostStretches = 2;  // of a fold
 constexpr size_t kMostRetreats = 8;  // sets to try; each takes up to a millisecond to schedule
 
 bool reads_own_weights(const DeviceShare& share, const NodeEntry& node) {
@@ -49,9 +48,7 @@ TransferModel::TransferModel(const Plan& plan, const Residency& residency)
   }
   pin_interleaved();
   find_lendable();
-  for (size_t stretches = 1; stretches <= kMostStretches; ++stretches) {
-    if (Choice fold = folded(stretches); !fold.advances.empty()) folds_.push_back(std::move(fold));
-  }
+  fold_ = folded();
   has_times_ = token.cpu_ns > 0 && token.gpu_ns > 0;
   const auto ratio = [](int64_t of_chunk, int64_t of_token) {
     const auto most = static_cast<double>(std::max(of_chunk, of_token));
@@ -156,25 +153,19 @@ std::vector<Advance> TransferModel::places_for(std::span<const int> units,
   return placed;
 }
 
-// Of each of so many stretches of a round, with as many units each, the host computes the first ones: as
-// few as leave room for the others.
-Choice TransferModel::folded(size_t num_stretches) const {
-  const size_t count = order_.size();
-  if (count < 2 * num_stretches) return {};
-  for (size_t split = 1; split < count / num_stretches; ++split) {
+// The host computes the first units of a round: as few as leave room for the others.
+Choice TransferModel::folded() const {
+  for (size_t split = 1; split < order_.size(); ++split) {
     Choice choice;
     std::vector<int> coming;
     uint64_t room = 0, needed = 0;
-    for (size_t at = 0; at < count; ++at) {
-      const size_t stretch = at * num_stretches / count;
-      const size_t first = (stretch * count + num_stretches - 1) / num_stretches;
+    for (size_t at = 0; at < order_.size(); ++at) {
       const Unit& unit = units_[static_cast<size_t>(order_[at])];
       const uint64_t bytes = DeviceShare::room_of(plan_.units[order_[at]]);
-      const bool is_hosts = at - first < split;
-      if (is_hosts && unit.on_device) {
+      if (at < split && unit.on_device) {
         choice.retreats.push_back(order_[at]);
         if (unit.is_lendable) room += bytes;
-      } else if (!is_hosts && unit.can_come) {
+      } else if (at >= split && unit.can_come) {
         coming.push_back(order_[at]);
         needed += bytes;
       }

@@ -52,10 +52,9 @@ class TransferModel {
   // Gives host units, in this order, the places of units that retreat. Those that the device cannot
   // compute, or that fit nowhere, are left out.
   std::vector<Advance> places_for(std::span<const int> units, std::span<const int> retreats) const;
-  // The placement with its units exchanged so that the host computes the first ones of a round, or of
-  // each of its halves, and the device all others: as many bytes on each side, and next to no hand-offs.
-  // May be empty.
-  const std::vector<Choice>& folds() const { return folds_; }
+  // The placement with its units exchanged so that the host computes the first ones of a round and the
+  // device all others: as many bytes on each side, and next to no hand-offs. May be empty.
+  const Choice& fold() const { return fold_; }
 
   // Promotions for a round with the retreats and advances of `moved`: slots in turn, in the plan's units.
   TransferSchedule schedule(TransferScheduler& scheduler, const RoundShape& shape,
@@ -82,7 +81,7 @@ class TransferModel {
   void describe(int unit);
   void find_lendable();
   void pin_interleaved();
-  Choice folded(size_t num_stretches) const;
+  Choice folded() const;
   std::vector<int> running(const RoundShape& shape) const;
   std::vector<TransferUnit> units_of(const RoundShape& shape, const Speeds& speeds,
                                      const Choice& moved) const;
@@ -97,7 +96,7 @@ class TransferModel {
   std::vector<Unit> units_;
   std::vector<int> order_;  // units with nodes, as they run
   std::vector<int> unit_timed_at_;
-  std::vector<Choice> folds_;
+  Choice fold_;
 };
 
 }  // namespace atsc

@@ -28,6 +28,8 @@ constexpr double kUnsure = 1.1, kUnsureToReturn = 1.3;
 // Speeds for which candidates are made where another program has the device in turn: times of copies as
 // multiples of what they take alone, hand-offs late by so many slices.
 constexpr double kLinks[] = {1.2, 2, 3}, kLateSlices[] = {0.05, 0.15, 0.3};
+constexpr double kNearLinks[] = {1.2, 1.5, 2, 2.5, 3, 4}, kNearLateSlices[] = {0.02, 0.05, 0.1, 0.2, 0.4};
+constexpr int64_t kNear = 3;  // part of what the slots hold
 constexpr int64_t kOtherSlice = 2;      // times as long
 constexpr double kGainOfAnother = 0.1;  // of one that has adapted: the model is no better
 constexpr size_t kEachRetreat = 4;  // of the sets of retreats, and the largest
@@ -123,7 +125,7 @@ TransferPolicy::Adopted& TransferPolicy::find_or_choose(const RoundShape& shape)
                .last_used = num_uses_};
   if (chooses_) {
     const LoadMonitor& monitor = monitors_[static_cast<size_t>(class_of(shape))];
-    made.assumed = monitor.drifts();
+    made.assumed.drifts = monitor.drifts();
     const Question question{.shape = shape,
                             .version = made.version,
                             .present = made.choice,
@@ -131,7 +133,7 @@ TransferPolicy::Adopted& TransferPolicy::find_or_choose(const RoundShape& shape)
                             .may_retreat = false,
                             .may_exchange = false,
                             .speeds = speeds_of(monitor),
-                            .drifts = made.assumed,
+                            .now = made.assumed,
                             .reason = "the plan's own times"};
     const int64_t begin_ns = platform::now_ns();
     Answer answer = decide(question, scheduler_);
@@ -157,8 +159,29 @@ void TransferPolicy::observe(const HybridRound& round, const RoundRecord& record
   if (known == adopted_.end() || known->version != round.version) return;
   ++known->num_rounds;
   known->rounds_to_wait = std::max(known->rounds_to_wait - 1, 0);
-  known->trial.observe({record.end_ns - record.begin_ns, record.position, shape.num_tokens});
-  if (known->trial.was_better_before()) go_back(*known);
+  const int64_t taken_ns = record.end_ns - record.begin_ns;
+  known->trial.observe({taken_ns, record.position, shape.num_tokens});
+  known->race.observe(taken_ns);
+  if (known->trial.was_better_before()) {
+    go_back(*known);
+  } else if (!known->trial.is_under_way()) {
+    go_on(*known);
+  }
+}
+
+// With the race, if there is one.
+void TransferPolicy::go_on(Adopted& adopted) {
+  std::optional<ChoiceRace::Step> step = adopted.race.next();
+  if (!step) return;
+  std::string reason = "compares what may be faster";
+  if (step->num_compared > 0) reason = "the fastest of " + std::to_string(step->num_compared) + " compared";
+  if (step->is_another) {
+    adopted.choice = step->choice;
+    adopted.version = num_versions_++;
+    adopted.rounds_to_wait = kRoundsToWait;
+  }
+  log(adopted.shape, reason,
+      {.choice = std::move(step->choice), .before_ns = step->before_ns, .after_ns = step->after_ns}, {});
 }
 
 // What is assumed are the speeds of the question, which were measured with the choice before. What was
@@ -172,22 +195,24 @@ void TransferPolicy::go_back(Adopted& adopted) {
   const bool spins_no_more = tried.spins && !present.spins;
   const bool has_returned = has_retreated(tried) && !has_retreated(present);
   if (spins_no_more) {
-    adopted.refused_spin_wake = adopted.assumed.wake;
+    adopted.refused_spin_wake = adopted.assumed.drifts.wake;
   } else if (has_advanced(tried) && !has_advanced(present)) {
-    adopted.refused_exchange_wake = adopted.assumed.wake;
+    adopted.refused_exchange_wake = adopted.assumed.drifts.wake;
   } else if (has_returned) {
-    adopted.refused_wake = adopted.assumed.wake;
+    adopted.refused_wake = adopted.assumed.drifts.wake;
   }
   const bool must_gain = spins_no_more || has_returned;
   if (must_gain) {
     adopted.assumed = adopted.assumed_before;
-    adopted.assumed.wake = 1;
-    adopted.assumed_slice_ns = 0;
+    adopted.assumed.drifts.wake = 1;
+    adopted.assumed.slice_ns = 0;
   } else if (has_adapted(present) && !has_adapted(tried)) {
+    adopted.assumed = adopted.assumed_before;
     adopted.rounds_to_return = std::min(2 * adopted.rounds_to_return, kMostRoundsToReturn);
   }
   adopted.version = num_versions_++;
   adopted.trial.reset();
+  adopted.race.reset();
   adopted.rounds_to_wait = kRoundsToWait;
   adopted.rounds_to_confirm = adopted.rounds_in_time = 0;
   log(adopted.shape,
@@ -202,8 +227,8 @@ bool TransferPolicy::is_off(double assumed, double now) const {
 // What is asked for time slices follows from them and from the CPU alone; all else is off most of the time.
 std::string TransferPolicy::reason_for(const Adopted& adopted, const Drifts& now,
                                        int64_t slice_ns) const {
-  const Drifts& assumed = adopted.assumed;
-  const bool in_turns = adopted.assumed_slice_ns > 0 && slice_ns > 0;
+  const Drifts& assumed = adopted.assumed.drifts;
+  const bool in_turns = adopted.assumed.slice_ns > 0 && slice_ns > 0;
   std::string reason;
   const auto add = [&](const std::string& text) {
     if (!reason.empty()) reason += ", ";
@@ -212,8 +237,8 @@ std::string TransferPolicy::reason_for(const Adopted& adopted, const Drifts& now
   if (is_off(assumed.cpu, now.cpu)) add(change_text("CPU", assumed.cpu, now.cpu));
   if (!in_turns && is_off(assumed.gpu, now.gpu)) add(change_text("GPU", assumed.gpu, now.gpu));
   if (!in_turns && is_off(assumed.link, now.link)) add(change_text("link", assumed.link, now.link));
-  if (in_turns && (slice_ns > kOtherSlice * adopted.assumed_slice_ns ||
-                   adopted.assumed_slice_ns > kOtherSlice * slice_ns)) {
+  if (in_turns && (slice_ns > kOtherSlice * adopted.assumed.slice_ns ||
+                   adopted.assumed.slice_ns > kOtherSlice * slice_ns)) {
     add("other time slices");
   }
   if (has_adapted(adopted.choice) && adopted.rounds_in_time >= adopted.rounds_to_return) {
@@ -240,20 +265,22 @@ std::optional<TransferPolicy::Question> TransferPolicy::due(const RoundShape& sh
   const bool is_pressed = is_late(drifts) || monitor.is_interrupted();
   adopted.rounds_in_time = adapted && !is_pressed ? adopted.rounds_in_time + 1 : 0;
   const bool is_new = class_of(shape) == 0 && adopted.num_rounds < kFirstSteps;
-  const bool must_wait = is_new || adopted.trial.is_under_way() || adopted.rounds_to_wait > 0;
+  if (adopted.rounds_in_time >= adopted.rounds_to_return) adopted.race.reset();  // nobody is there now
+  const bool must_wait = is_new || adopted.trial.is_under_way() || adopted.race.is_under_way() ||
+                         adopted.rounds_to_wait > 0;
   if (must_wait && !options_.choose_at_random) return std::nullopt;
   const auto least_ns = static_cast<double>(monitor.recent_round_ns()) * options_.reschedule_interval;
   const bool is_early = static_cast<double>(now_ns - adopted.asked_ns) < least_ns;
   if (is_early && !options_.choose_at_random) return std::nullopt;
   if (!adapted && !is_late(drifts)) {
-    adopted.assumed.wake = 1;
-    adopted.assumed_slice_ns = 0;
+    adopted.assumed.drifts.wake = 1;
+    adopted.assumed.slice_ns = 0;
     adopted.refused_spin_wake = adopted.refused_wake = adopted.refused_exchange_wake = 0;
     adopted.may_exchange = true;
   }
   const bool may_stay = adapted && adopted.rounds_in_time < adopted.rounds_to_return;
   // A choice that has adapted to another program's slices may have too few copies to show them.
-  const bool goes_on = may_stay && adopted.assumed_slice_ns > 0;
+  const bool goes_on = may_stay && adopted.assumed.slice_ns > 0;
   const bool in_turns = class_of(shape) == 0 && (monitor.is_interrupted() || goes_on);
   const int64_t slice_ns = in_turns ? monitor.slice_ns() : 0;
   std::string reason = reason_for(adopted, drifts, slice_ns);
@@ -267,7 +294,7 @@ std::optional<TransferPolicy::Question> TransferPolicy::due(const RoundShape& sh
   } else {
     return std::nullopt;
   }
-  const Drifts calm = goes_on ? adopted.calm : monitor.calm();
+  const Drifts calm = goes_on ? adopted.assumed.calm : monitor.calm();
   Speeds speeds = speeds_of(monitor);
   const bool stays_away = may_stay && has_retreated(adopted.choice);
   const bool has_few_hand_offs = monitor.num_hand_offs() < kEnoughHandOffs;
@@ -290,10 +317,8 @@ std::optional<TransferPolicy::Question> TransferPolicy::due(const RoundShape& sh
                   .may_retreat = may_retreat,
                   .may_exchange = may_exchange && adopted.may_exchange,
                   .speeds = std::move(speeds),
-                  .drifts = drifts,
+                  .now = {drifts, slice_ns, calm},
                   .reason = std::move(reason),
-                  .slice_ns = slice_ns,
-                  .calm = calm,
                   .between = in_turns ? monitor.speeds_between(calm) : Speeds{}};
 }
 
@@ -310,7 +335,7 @@ TransferPolicy::Answer TransferPolicy::decide(const Question& question,
     answer.is_worthwhile = true;
     return answer;
   }
-  if (question.slice_ns > 0) return decide_in_turns(question, scheduler);
+  if (question.now.slice_ns > 0) return decide_in_turns(question, scheduler);
   const RoundShape& shape = question.shape;
   const Speeds& speeds = question.speeds;
   answer.before_ns = model_.predict(scheduler, shape, speeds, question.present);
@@ -331,10 +356,10 @@ TransferPolicy::Answer TransferPolicy::decide(const Question& question,
       consider({.promotions = {}, .retreats = std::move(retreats), .advances = {}});
     }
   }
-  if (question.may_exchange && !model_.folds().empty()) {
+  if (question.may_exchange && !model_.fold().advances.empty()) {
     // A retreat that promises next to nothing is not in its way.
     if (most_moved_ns > stay_ns * (1 - kWorthwhileGain)) most_moved_ns = stay_ns * unsure;
-    consider(model_.folds().front());
+    consider(model_.fold());
   }
   // One thing at a time: what few hand-offs are left may be in time.
   const bool could_spin = question.may_spin && !question.present.spins;
@@ -363,36 +388,65 @@ bool TransferPolicy::must_return(const Question& question) {
          (has_retreated(question.present) && !may_move);
 }
 
-// What to promote, and whether to spin, with the units moved as in `moved`. A scheduler that knows mean times
-// of copies and hand-offs makes candidates, for links and hand-offs from fast to slow; which one is best
-// beside the other program is another question.
-TransferPolicy::Answer TransferPolicy::best_in_turns(const Question& question, Choice moved,
-                                                     TransferScheduler& scheduler) const {
-  Answer best{.after_ns = INT64_MAX};
+// What to promote, and whether to spin, with the units moved as in `moved`: the most promising first. A scheduler
+// that knows mean times of copies and hand-offs makes them, for links and hand-offs from fast to slow; what
+// rounds would take beside the other program is another question.
+std::vector<ChoiceRace::Entry> TransferPolicy::made_in_turns(const Question& question, Choice moved,
+                                                             std::span<const double> links,
+                                                             std::span<const double> lates,
+                                                             TransferScheduler& scheduler) const {
+  std::vector<ChoiceRace::Entry> made;
   const auto hand_off_ns = static_cast<double>(plan_.device.hand_off_ns);
   Speeds speeds = question.between;
-  for (const double link : kLinks) {
-    for (const double late : kLateSlices) {
+  for (const double link : links) {
+    for (const double late : lates) {
       speeds.link = question.between.link * link;
-      speeds.wake = 1 + late * static_cast<double>(question.slice_ns) / hand_off_ns;
+      speeds.wake = 1 + late * static_cast<double>(question.now.slice_ns) / hand_off_ns;
       speeds.hand_off = question.between.hand_off + (speeds.wake - 1) / 2;
       moved.promotions = model_.schedule(scheduler, question.shape, speeds, moved).promotions;
       for (const bool spins : {false, true}) {
         if (spins && !question.may_spin) continue;
         moved.spins = spins;
-        const int64_t after_ns = in_turns_ns(question, moved);
-        if (after_ns < best.after_ns) best = {.choice = moved, .after_ns = after_ns};
+        made.push_back({moved, in_turns_ns(question, moved)});
       }
     }
   }
-  return best;
+  std::ranges::stable_sort(made, {}, &ChoiceRace::Entry::round_ns);
+  return made;
 }
-
 int64_t TransferPolicy::in_turns_ns(const Question& question, const Choice& choice) const {
-  return model_.predict_in_turns(question.shape, question.between, question.slice_ns, choice);
+  return model_.predict_in_turns(question.shape, question.between, question.now.slice_ns, choice);
 }
 
-// What moves more must gain more: memory of the host is read for it, and a prompt moves it back.
+// A choice and its neighbours, which move the same units: the device spins or not, and about as much is
+// copied, or more or less by what the slots hold.
+std::vector<ChoiceRace::Entry> TransferPolicy::neighbours(const Question& question,
+                                                          ChoiceRace::Entry best,
+                                                          TransferScheduler& scheduler) const {
+  Choice moved = best.choice;
+  std::vector<ChoiceRace::Entry> made =
+      made_in_turns(question, std::move(moved), kNearLinks, kNearLateSlices, scheduler);
+  const auto slots = static_cast<int64_t>(residency_.slot_bytes()) * residency_.num_slots();
+  const auto bytes_of = [&](const ChoiceRace::Entry& entry) {
+    return static_cast<int64_t>(promoted_bytes(entry.choice));
+  };
+  const int64_t wanted = bytes_of(best);
+  std::vector<ChoiceRace::Entry> found;
+  for (const int64_t more : {int64_t{0}, slots, -slots}) {
+    for (const bool spins : {best.choice.spins, !best.choice.spins}) {
+      const auto near = std::ranges::find_if(made, [&](const ChoiceRace::Entry& entry) {
+        return entry.choice.spins == spins &&
+               kNear * std::abs(bytes_of(entry) - wanted - more) <= slots;
+      });
+      if (near != made.end() && (more != 0 || spins != best.choice.spins)) found.push_back(*near);
+    }
+  }
+  std::ranges::stable_sort(found, {}, &ChoiceRace::Entry::round_ns);
+  found.insert(found.begin(), std::move(best));
+  return found;
+}
+
+// What moves units may be predicted to take a little longer than what does not, for its trial decides.
 TransferPolicy::Answer TransferPolicy::decide_in_turns(const Question& question,
                                                        TransferScheduler& scheduler) const {
   std::vector<Choice> moves;
@@ -403,16 +457,24 @@ TransferPolicy::Answer TransferPolicy::decide_in_turns(const Question& question,
       moves.push_back({.promotions = {}, .retreats = std::move(sets[number])});
     }
   }
-  if (question.may_exchange) std::ranges::copy(model_.folds(), std::back_inserter(moves));
-  Answer best = best_in_turns(question, {}, scheduler);
+  if (question.may_exchange && !model_.fold().advances.empty()) moves.push_back(model_.fold());
+  const auto best_with = [&](Choice moved) {
+    return made_in_turns(question, std::move(moved), kLinks, kLateSlices, scheduler).front();
+  };
+  const int64_t before_ns = in_turns_ns(question, question.present);
+  ChoiceRace::Entry best = best_with({});
+  int64_t most_ns = std::min<int64_t>(before_ns, std::llrint(kUnsure * static_cast<double>(best.round_ns)));
   for (Choice& moved : moves) {
-    Answer other = best_in_turns(question, std::move(moved), scheduler);
-    if (is_faster(other.after_ns, best.after_ns)) best = std::move(other);
+    ChoiceRace::Entry other = best_with(std::move(moved));
+    if (other.round_ns >= most_ns) continue;
+    most_ns = other.round_ns;
+    best = std::move(other);
   }
-  best.before_ns = in_turns_ns(question, question.present);
+  Answer answer{.choice = best.choice, .before_ns = before_ns, .after_ns = best.round_ns};
   const double gain = has_adapted(question.present) ? kGainOfAnother : kWorthwhileGain;
-  best.is_worthwhile = must_return(question) || is_faster(best.after_ns, best.before_ns, gain);
-  return best;
+  answer.is_worthwhile = must_return(question) || is_faster(answer.after_ns, before_ns, gain);
+  if (answer.is_worthwhile) answer.compared = neighbours(question, std::move(best), scheduler);
+  return answer;
 }
 
 void TransferPolicy::settle(const Question& question, const Answer& answer, const Cost& cost,
@@ -420,9 +482,7 @@ void TransferPolicy::settle(const Question& question, const Answer& answer, cons
   const auto known = std::ranges::find(adopted_, question.shape, &Adopted::shape);
   if (known == adopted_.end()) return;
   known->asked_ns = now_ns;
-  known->assumed_before = std::exchange(known->assumed, question.drifts);
-  known->assumed_slice_ns = question.slice_ns;
-  known->calm = question.calm;
+  known->assumed_before = std::exchange(known->assumed, question.now);
   known->rounds_in_time = 0;
   if (!answer.is_worthwhile) return;
   const bool begins_to_spin = answer.choice.spins && !known->choice.spins;
@@ -430,10 +490,11 @@ void TransferPolicy::settle(const Question& question, const Answer& answer, cons
   if (begins_to_spin || begins_retreat) known->rounds_to_return = kRoundsToReturn;
   if (begins_to_spin && has_retreated(answer.choice)) known->rounds_to_confirm = kRoundsToConfirm;
   if (begins_retreat) {
-    known->late_hand_off = question.drifts.hand_off;
-    known->late_wake = question.drifts.wake;
+    known->late_hand_off = question.now.drifts.hand_off;
+    known->late_wake = question.now.drifts.wake;
   }
   if (!options_.choose_at_random) known->trial.begin(begins_to_spin || begins_retreat);
+  known->race.begin(answer.compared);
   known->before = std::exchange(known->choice, answer.choice);
   known->version = question.version;
   std::string begins;  // first, for a reason may have no room for all
@@ -452,7 +513,7 @@ void TransferPolicy::put_off(const Question& question, const Answer& answer, int
   if (has_advanced(answer.choice) && !has_advanced(known->choice)) {
     known->may_exchange = false;
   } else if (has_retreated(answer.choice) && !has_retreated(known->choice)) {
-    known->refused_wake = question.drifts.wake;
+    known->refused_wake = question.now.drifts.wake;
   } else {
     known->asked_ns = until_ns;
   }
@@ -465,11 +526,18 @@ void TransferPolicy::stop_exchanges() {
     adopted.choice = plain_choice(adopted.shape);
     adopted.version = num_versions_++;
     adopted.trial.reset();
-    adopted.assumed.wake = 1;  // so that the question is open again
-    adopted.assumed_slice_ns = 0;
+    adopted.race.reset();
+    adopted.assumed.drifts.wake = 1;  // so that the question is open again
+    adopted.assumed.slice_ns = 0;
     adopted.may_exchange = false;
     log(adopted.shape, "back: units change places too often", {.choice = adopted.choice}, {});
   }
+}
+
+uint64_t TransferPolicy::promoted_bytes(const Choice& choice) const {
+  uint64_t bytes = 0;
+  for (const Promotion& promotion : choice.promotions) bytes += plan_.units[promotion.unit].bytes;
+  return bytes;
 }
 
 void TransferPolicy::log(const RoundShape& shape, const std::string& reason, const Answer& answer,
@@ -478,9 +546,7 @@ void TransferPolicy::log(const RoundShape& shape, const std::string& reason, con
   change.when_ns = platform::now_ns();
   change.kind = class_of(shape) == 0 ? ATSC_ROUND_DECODE : ATSC_ROUND_PREFILL;
   change.num_promoted = static_cast<int32_t>(answer.choice.promotions.size());
-  for (const Promotion& promotion : answer.choice.promotions) {
-    change.promoted_bytes += plan_.units[promotion.unit].bytes;
-  }
+  change.promoted_bytes = promoted_bytes(answer.choice);
   change.before_ns = answer.before_ns;
   change.after_ns = answer.after_ns;
   change.num_retreated = static_cast<int32_t>(answer.choice.retreats.size());

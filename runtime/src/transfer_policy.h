@@ -29,10 +29,12 @@
 #include <functional>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "atsc.h"
+#include "choice_race.h"
 #include "choice_trial.h"
 #include "load_monitor.h"
 #include "transfer_model.h"
@@ -56,21 +58,25 @@ class TransferPolicy {
  public:
   TransferPolicy(const Plan& plan, const Residency& residency, const TransferOptions& options);
 
+  struct Conditions {
+    Drifts drifts = {};
+    int64_t slice_ns = 0;  // of another program that has the device in turn; 0: none has
+    Drifts calm = {};      // before it came
+  };
   // What rounds of a shape do at present.
   struct Adopted {
     RoundShape shape;
     Choice choice;
     int version = 0;             // no other choice has the same
-    Drifts assumed = {};
-    int64_t assumed_slice_ns = 0;  // of another program that has the device in turn; 0: none had
-    Drifts calm = {};              // before it came
+    Conditions assumed = {};
     int64_t asked_ns = 0;        // when it was last thought over; 0: never
     int rounds_to_confirm = 0;   // until it is asked once more; 0: it is not
     std::string reason = {};     // of the latest question
     int num_rounds = 0;          // seen
     ChoiceTrial trial = {};
+    ChoiceRace race = {};        // once the trial is over
     Choice before = {};          // what comes back if the trial says so
-    Drifts assumed_before = {};
+    Conditions assumed_before = {};
     int rounds_to_wait = 0;      // until speeds are those of the choice that came back
     // Drifts with which it was no faster to spin, or to retreat without that, alone or with exchanges (or
     // there was no memory); 0: none.
@@ -94,12 +100,9 @@ class TransferPolicy {
     bool may_retreat;   // units to the host, and none to the device
     bool may_exchange;  // units both ways
     Speeds speeds;
-    Drifts drifts;
+    Conditions now;
     std::string reason;
-    // Another program has the device in turn, for so long; 0: none has.
-    int64_t slice_ns = 0;
-    Drifts calm = {};
-    Speeds between = {};  // its slices
+    Speeds between = {};  // another program's slices
   };
   // What to decide now, if anything.
   std::optional<Question> due(const RoundShape& shape, int64_t now_ns);
@@ -108,6 +111,7 @@ class TransferPolicy {
     Choice choice;
     int64_t before_ns = 0, after_ns = 0;  // predicted, with the present choice and with this one
     bool is_worthwhile = false;
+    std::vector<ChoiceRace::Entry> compared = {};  // this one and others with the same units moved
   };
   Answer decide(const Question& question, TransferScheduler& scheduler) const;
 
@@ -135,11 +139,18 @@ class TransferPolicy {
   bool may_adapt(const Adopted& adopted, const Drifts& now, double refused_wake) const;
   static bool must_return(const Question& question);
   Answer decide_in_turns(const Question& question, TransferScheduler& scheduler) const;
-  Answer best_in_turns(const Question& question, Choice moved, TransferScheduler& scheduler) const;
+  std::vector<ChoiceRace::Entry> made_in_turns(const Question& question, Choice moved,
+                                               std::span<const double> links,
+                                               std::span<const double> lates,
+                                               TransferScheduler& scheduler) const;
+  std::vector<ChoiceRace::Entry> neighbours(const Question& question, ChoiceRace::Entry best,
+                                            TransferScheduler& scheduler) const;
   int64_t in_turns_ns(const Question& question, const Choice& choice) const;
   std::string reason_for(const Adopted& adopted, const Drifts& now, int64_t slice_ns) const;
   bool is_off(double assumed, double now) const;
   void go_back(Adopted& adopted);
+  void go_on(Adopted& adopted);
+  uint64_t promoted_bytes(const Choice& choice) const;
   void log(const RoundShape& shape, const std::string& reason, const Answer& answer,
            const Cost& cost);
 

@@ -418,7 +418,7 @@ def test_run_tells_when_promotions_change(
     }
     shown = capsys.readouterr().err
     told = re.findall(r"^[\d.]+ s: decode promotes .*", shown, re.MULTILINE)
-    expected = r".* promotes \d+ units, \d+\.\d MiB \(.*CPU [\d.]+ times as slow.*\); predicted: .*"
+    expected = r".* promotes \d+ units, \d+\.\d MiB \(.*CPU [\d.]+ times as slow.*\); expected: .*"
     assert any(re.fullmatch(expected, line) for line in told) == (transfer == "load-aware"), told
     assert transfer != "none" or not told
     assert all(shown.index(line) < shown.index("text: 40 tokens") for line in told)

@@ -49,7 +49,7 @@ inline RandomPlan regular_plan(Random& random, int num_layers) {
 inline Placement alternating_placement(const RandomPlan& plan, double share_of_layers) {
   Placement made;
   made.num_slots = 2;
-  made.slot_bytes = 1 << 20;
+  for (const auto& unit : plan.units) made.slot_bytes = std::max(made.slot_bytes, unit.bytes);
   const auto end = static_cast<size_t>(share_of_layers * static_cast<double>(plan.units.size()));
   size_t num_weights = 0;
   for (size_t unit = 0; unit < plan.units.size(); ++unit) {
@@ -359,6 +359,9 @@ inline RoundRecord Machine::run_in_turns(const HybridRound& round, const Choice&
     }
     now_ns = end_ns;
   }
+  if (choice.spins) {
+    now_ns += std::llrint(static_cast<double>(now_ns - record.begin_ns) * (hidden_spin - 1));
+  }
   record.end_ns = now_ns;
   return record;
 }
@@ -416,7 +419,7 @@ class Game {
         speeds.link = link;
         speeds.hand_off = speeds.wake = late;
         try_with(speeds, {});
-        for (const Choice& fold : machine_.model.folds()) try_with(speeds, fold);
+        if (!machine_.model.fold().advances.empty()) try_with(speeds, machine_.model.fold());
       }
     }
     return best_ns;
@@ -431,10 +434,9 @@ class Game {
       const Choice moved{.promotions = {}, .retreats = retreats, .advances = {}};
       best_ns = std::min(best_ns, machine_.model.schedule(scheduler_, shape, speeds, moved).round_ns);
     }
-    const std::vector<Choice>& folds = machine_.model.folds();
-    if (folds.empty()) return best_ns;
-    return std::min(best_ns,
-                    machine_.model.schedule(scheduler_, shape, speeds, folds.front()).round_ns);
+    const Choice& fold = machine_.model.fold();
+    if (fold.advances.empty()) return best_ns;
+    return std::min(best_ns, machine_.model.schedule(scheduler_, shape, speeds, fold).round_ns);
   }
 
   size_t num_promoted() { return policy_.choice_of(shape).choice.promotions.size(); }

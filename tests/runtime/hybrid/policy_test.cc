@@ -183,7 +183,8 @@ void test_retreat(Random& random, const std::string& path, int num_trials) {
 }
 
 // Another program has the device in turn: what comes while it is the other's waits for long, copies as well.
-// Units change places, and so few are promoted that copies are there in spite of that; until it is gone.
+// Units change places, and so few are promoted that copies are there in spite of that; until it is gone. Whether
+// to spin is found out by rounds, whatever the model promises.
 void test_turns(Random& random, const std::string& path, int num_trials) {
   double sum_of_gains = 0;
   int num_folds = 0, num_folds_again = 0;
@@ -194,13 +195,16 @@ void test_turns(Random& random, const std::string& path, int num_trials) {
     Machine& machine = game.machine();
     game.play(40, 0.02);
     machine.turns.slice_ns = std::llrint(between(random, 0.5e6, 0.9e6));
+    const bool is_misled = trial % 2 == 1;
+    if (is_misled) machine.hidden_spin = 1.3;
     const auto first_ns = static_cast<double>(game.in_turns_ns(game.choice()));
     game.play(300, 0.02);
     const auto now_ns = static_cast<double>(game.in_turns_ns(game.choice()));
     const auto best_ns = static_cast<double>(game.best_in_turns_ns());
     std::fprintf(stderr, "%d: %.1f ms, then %.1f, the best %.1f; %d questions, %d changes\n", trial,
                  first_ns / 1e6, now_ns / 1e6, best_ns / 1e6, game.num_questions, game.num_changes);
-    EXPECT(now_ns < 1.05 * first_ns && now_ns < 1.25 * best_ns);
+    EXPECT(now_ns < first_ns && now_ns < 1.15 * best_ns);
+    EXPECT(!is_misled || !game.spins());
     sum_of_gains += 1 - now_ns / first_ns;
     num_folds += game.has_folded();
     game.num_changes = 0;
@@ -222,28 +226,7 @@ void test_turns(Random& random, const std::string& path, int num_trials) {
   EXPECT(num_folds_again > 0.8 * num_trials);
 }
 
-void check_fold(const RandomPlan& made, const DeviceShare& on, const Choice& fold) {
-  EXPECT(std::ranges::is_sorted(fold.retreats) && fold.promotions.empty());
-  EXPECT(!fold.advances.empty());
-  std::vector<bool> is_taken(on.weights_bytes);
-  for (const Advance& advance : fold.advances) {
-    const uint64_t bytes = made.units[static_cast<size_t>(advance.unit)].bytes;
-    EXPECT(advance.offset % 256 == 0 && advance.offset + bytes <= on.weights_bytes);
-    EXPECT(on.unit_on_device[static_cast<size_t>(advance.unit)] == 0);
-    for (uint64_t at = advance.offset; at < advance.offset + bytes; ++at) {
-      EXPECT(!is_taken[at]);
-      is_taken[at] = true;
-    }
-  }
-  // What nobody gave up is nobody else's.
-  for (size_t unit = 0; unit < made.units.size(); ++unit) {
-    const uint64_t begin = on.unit_offsets[unit];
-    if (begin == kNowhere || std::ranges::binary_search(fold.retreats, static_cast<int>(unit))) continue;
-    for (uint64_t at = begin; at < begin + made.units[unit].bytes; ++at) EXPECT(!is_taken[at]);
-  }
-}
-
-// Who takes whose place in a fold: the same memory, used once, and a hand-off each way for a stretch.
+// Who takes whose place in a fold: the same memory, used once, and one hand-off each way.
 void test_fold(Random& random, const std::string& path, int num_trials) {
   int num_folds = 0;
   for (int trial = 0; trial < num_trials; ++trial) {
@@ -257,17 +240,34 @@ void test_fold(Random& random, const std::string& path, int num_trials) {
     Setup setup(made, path, placement, VirtualOptions{}, 1, 1);
     const DeviceShare& on = setup.residency->share();
     const TransferModel model(setup.plan, *setup.residency);
-    const SessionPlace& place = *setup.residency->take_place();
-    size_t most_runs = 2;
-    for (const Choice& fold : model.folds()) {
-      check_fold(made, on, fold);
-      ++num_folds;
-      const BuiltRound round = build_round(setup.plan, *setup.residency, place, 1, 1, fold);
-      EXPECT(round.splits.runs.size() <= most_runs);
-      ++most_runs;
+    const Choice& fold = model.fold();
+    if (fold.advances.empty()) continue;
+    ++num_folds;
+    EXPECT(std::ranges::is_sorted(fold.retreats) && fold.promotions.empty());
+    std::vector<bool> is_taken(on.weights_bytes);
+    int first_unit = INT_MAX;
+    for (const Advance& advance : fold.advances) {
+      const uint64_t bytes = made.units[static_cast<size_t>(advance.unit)].bytes;
+      EXPECT(advance.offset % 256 == 0 && advance.offset + bytes <= on.weights_bytes);
+      EXPECT(on.unit_on_device[static_cast<size_t>(advance.unit)] == 0);
+      for (uint64_t at = advance.offset; at < advance.offset + bytes; ++at) {
+        EXPECT(!is_taken[at]);
+        is_taken[at] = true;
+      }
+      first_unit = std::min(first_unit, advance.unit);
     }
+    // What nobody gave up is nobody else's.
+    for (int unit = 0; unit < setup.plan.num_units; ++unit) {
+      const uint64_t begin = on.unit_offsets[static_cast<size_t>(unit)];
+      if (begin == kNowhere || std::ranges::binary_search(fold.retreats, unit)) continue;
+      for (uint64_t at = begin; at < begin + setup.plan.units[unit].bytes; ++at) EXPECT(!is_taken[at]);
+    }
+    EXPECT(fold.retreats.back() < first_unit);
+    const BuiltRound round = build_round(setup.plan, *setup.residency,
+                                         *setup.residency->take_place(), 1, 1, fold);
+    EXPECT(round.splits.runs.size() <= 2);
   }
-  std::fprintf(stderr, "%d folds of %d placements\n", num_folds, num_trials);
+  std::fprintf(stderr, "%d of %d placements can be folded\n", num_folds, num_trials);
   EXPECT(num_folds > num_trials / 4);
 }
 
