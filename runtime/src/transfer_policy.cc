@@ -28,8 +28,7 @@ constexpr double kUnsure = 1.1, kUnsureToReturn = 1.3;
 // Speeds for which candidates are made where another program has the device in turn: times of copies as
 // multiples of what they take alone, hand-offs late by so many slices.
 constexpr double kLinks[] = {1.2, 2, 3}, kLateSlices[] = {0.05, 0.15, 0.3};
-constexpr double kNearLinks[] = {1.2, 1.5, 2, 2.5, 3, 4}, kNearLateSlices[] = {0.02, 0.05, 0.1, 0.2, 0.4};
-constexpr int64_t kNear = 3;  // part of what the slots hold
+constexpr double kNearLinks[] = {1.2, 1.5, 2, 2.5, 3, 4}, kNearLateSlices[] = {0.05, 0.1, 0.15, 0.2, 0.3};
 constexpr int64_t kOtherSlice = 2;      // times as long
 constexpr double kGainOfAnother = 0.1;  // of one that has adapted: the model is no better
 constexpr size_t kEachRetreat = 4;  // of the sets of retreats, and the largest
@@ -418,31 +417,33 @@ int64_t TransferPolicy::in_turns_ns(const Question& question, const Choice& choi
   return model_.predict_in_turns(question.shape, question.between, question.now.slice_ns, choice);
 }
 
-// A choice and its neighbours, which move the same units: the device spins or not, and about as much is
-// copied, or more or less by what the slots hold.
+// A choice and its neighbours, which move the same units: the device spins or not, and as much is copied, or
+// about as much more or less as the slots hold.
 std::vector<ChoiceRace::Entry> TransferPolicy::neighbours(const Question& question,
-                                                          ChoiceRace::Entry best,
+                                                          const ChoiceRace::Entry& best,
                                                           TransferScheduler& scheduler) const {
-  Choice moved = best.choice;
-  std::vector<ChoiceRace::Entry> made =
-      made_in_turns(question, std::move(moved), kNearLinks, kNearLateSlices, scheduler);
-  const auto slots = static_cast<int64_t>(residency_.slot_bytes()) * residency_.num_slots();
-  const auto bytes_of = [&](const ChoiceRace::Entry& entry) {
-    return static_cast<int64_t>(promoted_bytes(entry.choice));
-  };
-  const int64_t wanted = bytes_of(best);
+  const std::vector<ChoiceRace::Entry> made =
+      made_in_turns(question, best.choice, kNearLinks, kNearLateSlices, scheduler);
+  const auto step = static_cast<int64_t>(residency_.slot_bytes()) * residency_.num_slots();
+  const auto bytes = static_cast<int64_t>(promoted_bytes(best.choice));
   std::vector<ChoiceRace::Entry> found;
-  for (const int64_t more : {int64_t{0}, slots, -slots}) {
-    for (const bool spins : {best.choice.spins, !best.choice.spins}) {
+  if (question.may_spin) {
+    Choice other = best.choice;
+    other.spins = !other.spins;
+    const int64_t round_ns = in_turns_ns(question, other);
+    found.push_back({std::move(other), round_ns});
+  }
+  for (const int64_t wanted : {bytes - step, bytes + step}) {
+    for (const bool spins : {false, true}) {
       const auto near = std::ranges::find_if(made, [&](const ChoiceRace::Entry& entry) {
-        return entry.choice.spins == spins &&
-               kNear * std::abs(bytes_of(entry) - wanted - more) <= slots;
+        const auto far = std::abs(static_cast<int64_t>(promoted_bytes(entry.choice)) - wanted);
+        return entry.choice.spins == spins && 2 * far <= step;
       });
-      if (near != made.end() && (more != 0 || spins != best.choice.spins)) found.push_back(*near);
+      if (near != made.end()) found.push_back(*near);
     }
   }
   std::ranges::stable_sort(found, {}, &ChoiceRace::Entry::round_ns);
-  found.insert(found.begin(), std::move(best));
+  found.insert(found.begin(), best);
   return found;
 }
 
@@ -473,7 +474,7 @@ TransferPolicy::Answer TransferPolicy::decide_in_turns(const Question& question,
   Answer answer{.choice = best.choice, .before_ns = before_ns, .after_ns = best.round_ns};
   const double gain = has_adapted(question.present) ? kGainOfAnother : kWorthwhileGain;
   answer.is_worthwhile = must_return(question) || is_faster(answer.after_ns, before_ns, gain);
-  if (answer.is_worthwhile) answer.compared = neighbours(question, std::move(best), scheduler);
+  if (answer.is_worthwhile) answer.compared = neighbours(question, best, scheduler);
   return answer;
 }
 

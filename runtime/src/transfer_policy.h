@@ -143,7 +143,7 @@ class TransferPolicy {
                                                std::span<const double> links,
                                                std::span<const double> lates,
                                                TransferScheduler& scheduler) const;
-  std::vector<ChoiceRace::Entry> neighbours(const Question& question, ChoiceRace::Entry best,
+  std::vector<ChoiceRace::Entry> neighbours(const Question& question, const ChoiceRace::Entry& best,
                                             TransferScheduler& scheduler) const;
   int64_t in_turns_ns(const Question& question, const Choice& choice) const;
   std::string reason_for(const Adopted& adopted, const Drifts& now, int64_t slice_ns) const;
