@@ -1,6 +1,6 @@
-// Which of some choices is the fastest, where predictions differ by less than they are worth. Each runs for some
-// rounds, one after the other, and those that were about as fast as the fastest once more, for a machine changes
-// its pace meanwhile; then the one whose rounds took least goes on.
+// Which of some choices is the fastest, where predictions differ by less than they are worth. Each runs for
+// some rounds, one after the other, and those that were about as fast as the fastest once more, for a
+// machine changes its pace meanwhile; then the one whose rounds took least goes on.
 #pragma once
 
 #include <cstddef>
@@ -16,8 +16,8 @@ class ChoiceRace {
  public:
   struct Entry {
     Choice choice;
-    int64_t round_ns;                     // as predicted
-    std::vector<int64_t> taken_ns = {};   // by its rounds
+    int64_t round_ns;                    // as predicted
+    std::vector<int64_t> taken_ns = {};  // by its rounds
   };
   // Between the choice that runs already, which comes first, and others; none: no race.
   void begin(std::vector<Entry> entries);

@@ -172,7 +172,7 @@ void HybridExecutor::adopt_what_is_ready() {
 void HybridExecutor::look_at_speeds(const HybridRound& round) {
   if (maker_.is_reading()) return;  // such rounds are no measure
   policy_.observe(round, record_);
-  std::optional<TransferPolicy::Question> question = policy_.due(round.shape, record_.end_ns);
+  std::optional<TransferQuestion> question = policy_.due(round.shape, record_.end_ns);
   if (!question) return;
   const int version = question->version;
   maker_.submit({.place = round.place, .shape = round.shape, .question = std::move(question),

@@ -32,14 +32,14 @@ class RoundMaker {
     const SessionPlace* place;
     RoundShape shape;
     // Decide this first, and build only what is worthwhile; none: build `choice`.
-    std::optional<TransferPolicy::Question> question;
+    std::optional<TransferQuestion> question;
     Choice choice;
     int version;
     uint64_t number = 0;
   };
   struct Result {
     Order order;
-    TransferPolicy::Answer answer;
+    TransferAnswer answer;
     std::unique_ptr<HybridRound> round;  // null: not worthwhile, or it failed
     bool has_failed = false;
     int64_t taken_ns = 0;

@@ -208,6 +208,12 @@ double TransferModel::cpu_share() const {
   return share > 0 && share <= 1 ? share : 1;
 }
 
+uint64_t TransferModel::promoted_bytes(const Choice& choice) const {
+  uint64_t bytes = 0;
+  for (const Promotion& promotion : choice.promotions) bytes += plan_.units[promotion.unit].bytes;
+  return bytes;
+}
+
 // In order of execution.
 std::vector<int> TransferModel::running(const RoundShape& shape) const {
   std::vector<int> found;
@@ -222,13 +228,12 @@ std::vector<TransferUnit> TransferModel::units_of(const RoundShape& shape, const
   std::vector<TransferUnit> made;
   made.reserve(order_.size());
   const double link_ns = plan_.device.link_bytes_per_s > 0 ? 1e9 / plan_.device.link_bytes_per_s : 0;
-  const auto hand_off_ns = static_cast<double>(plan_.device.hand_off_ns);
   for (const int index : running(shape)) {
     const Unit& unit = units_[static_cast<size_t>(index)];
     const Times now = times(index, shape);
     const int64_t rows = unit.rows == RowsOf::kTokens ? shape.num_tokens : shape.num_logit_rows;
     const double bytes = unit.input_bytes * static_cast<double>(rows) / plan_.chunk;
-    const auto crossing_ns = std::llrint(hand_off_ns * speeds.hand_off + bytes * link_ns);
+    const auto crossing_ns = std::llrint(hand_off_ns() * speeds.hand_off + bytes * link_ns);
     const bool advances =
         std::ranges::binary_search(moved.advances, index, {}, &Advance::unit);
     const bool on_device =
@@ -251,12 +256,11 @@ std::vector<TransferUnit> TransferModel::units_of(const RoundShape& shape, const
 
 // A device that yielded comes back from a wait for a copy as late as from one for the host.
 TransferMachine TransferModel::machine(const Speeds& speeds) const {
-  const auto hand_off_ns = static_cast<double>(plan_.device.hand_off_ns);
   return {.num_slots = residency_.num_slots(),
           .slot_bytes = residency_.slot_bytes(),
           .link_factor = speeds.link,
           .cpu_share = cpu_share(),
-          .late_ns = std::llrint(hand_off_ns * std::max(speeds.wake - 1, 0.0))};
+          .late_ns = std::llrint(hand_off_ns() * std::max(speeds.wake - 1, 0.0))};
 }
 
 // Without promotions, a stretch that stays on the device costs the same whatever the others do: its

@@ -39,7 +39,10 @@ class TransferModel {
   Times times(int unit, const RoundShape& shape) const;
   double transfer_ns(int unit) const;
   double cpu_share() const;  // the host's speed beside copies
+  double hand_off_ns() const { return static_cast<double>(plan_.device.hand_off_ns); }
   int num_slots() const { return residency_.num_slots(); }
+  uint64_t bytes_of_slots() const { return residency_.slot_bytes() * static_cast<uint64_t>(num_slots()); }
+  uint64_t promoted_bytes(const Choice& choice) const;
 
   // The unit whose time a node's stands for; -1: next to nothing.
   int unit_timed_at(int node) const { return unit_timed_at_[static_cast<size_t>(node)]; }

@@ -21,36 +21,15 @@ constexpr double kOtherWake = 2;  // by time slices it varies much
 // and until it has been in time for long enough.
 constexpr int kEnoughHandOffs = 3;
 constexpr double kStillLate = 0.8;
-// Beside another program predictions are worth less, the more so the more hand-offs and copies there are
-// (an H200: 39 ms for 55). A retreat may be predicted to take this much longer than to stay, for its trial
-// decides; and once that has shown it to be faster, to come home must promise more.
-constexpr double kUnsure = 1.1, kUnsureToReturn = 1.3;
-// Speeds for which candidates are made where another program has the device in turn: times of copies as
-// multiples of what they take alone, hand-offs late by so many slices.
-constexpr double kLinks[] = {1.2, 2, 3}, kLateSlices[] = {0.05, 0.15, 0.3};
-constexpr double kNearLinks[] = {1.2, 1.5, 2, 2.5, 3, 4}, kNearLateSlices[] = {0.05, 0.1, 0.15, 0.2, 0.3};
-constexpr int64_t kOtherSlice = 2;      // times as long
-constexpr double kGainOfAnother = 0.1;  // of one that has adapted: the model is no better
-constexpr size_t kEachRetreat = 4;  // of the sets of retreats, and the largest
-// What is left of a lateness, about, where the device keeps its turn while it waits.
-constexpr double kLateSpinning = 0.6;
+constexpr int64_t kOtherSlice = 2;  // times as long
 
 bool is_late(const Drifts& now) { return now.wake > kLateWake; }
-
-bool has_retreated(const Choice& choice) { return !choice.retreats.empty(); }
-bool has_advanced(const Choice& choice) { return !choice.advances.empty(); }
-// To the device that comes back late.
-bool has_adapted(const Choice& choice) { return choice.spins || has_retreated(choice); }
 
 // A device that nobody else presses waits for copies without yielding it.
 Speeds speeds_of(const LoadMonitor& monitor) {
   Speeds speeds = monitor.speeds();
   if (!is_late(monitor.drifts())) speeds.wake = 1;
   return speeds;
-}
-
-bool is_faster(int64_t round_ns, int64_t than_ns, double gain = kWorthwhileGain) {
-  return static_cast<double>(round_ns) < static_cast<double>(than_ns) * (1 - gain);
 }
 
 bool is_other_wake(double one, double other) {
@@ -125,7 +104,7 @@ TransferPolicy::Adopted& TransferPolicy::find_or_choose(const RoundShape& shape)
   if (chooses_) {
     const LoadMonitor& monitor = monitors_[static_cast<size_t>(class_of(shape))];
     made.assumed.drifts = monitor.drifts();
-    const Question question{.shape = shape,
+    const TransferQuestion question{.shape = shape,
                             .version = made.version,
                             .present = made.choice,
                             .may_spin = false,
@@ -135,7 +114,7 @@ TransferPolicy::Adopted& TransferPolicy::find_or_choose(const RoundShape& shape)
                             .now = made.assumed,
                             .reason = "the plan's own times"};
     const int64_t begin_ns = platform::now_ns();
-    Answer answer = decide(question, scheduler_);
+    TransferAnswer answer = decide(question, scheduler_);
     const int64_t taken_ns = platform::now_ns() - begin_ns;
     bool& is_logged = is_first_logged_[class_of(shape) == 0 ? 0 : 1];
     if (answer.is_worthwhile) made.choice = answer.choice;
@@ -173,7 +152,9 @@ void TransferPolicy::go_on(Adopted& adopted) {
   std::optional<ChoiceRace::Step> step = adopted.race.next();
   if (!step) return;
   std::string reason = "compares what may be faster";
-  if (step->num_compared > 0) reason = "the fastest of " + std::to_string(step->num_compared) + " compared";
+  if (step->num_compared > 0) {
+    reason = "the fastest of " + std::to_string(step->num_compared) + " compared";
+  }
   if (step->is_another) {
     adopted.choice = step->choice;
     adopted.version = num_versions_++;
@@ -186,7 +167,7 @@ void TransferPolicy::go_on(Adopted& adopted) {
 // What is assumed are the speeds of the question, which were measured with the choice before. What was
 // begun for a late device and is given up leaves the question open, for what else there is.
 void TransferPolicy::go_back(Adopted& adopted) {
-  Answer answer;
+  TransferAnswer answer;
   answer.before_ns = adopted.trial.after_ns();
   answer.after_ns = adopted.trial.before_ns();
   const Choice tried = std::exchange(adopted.choice, std::move(adopted.before));
@@ -252,7 +233,7 @@ std::string TransferPolicy::reason_for(const Adopted& adopted, const Drifts& now
   return reason;
 }
 
-std::optional<TransferPolicy::Question> TransferPolicy::due(const RoundShape& shape,
+std::optional<TransferQuestion> TransferPolicy::due(const RoundShape& shape,
                                                             int64_t now_ns) {
   if (!chooses_ || options_.mode != TransferMode::kLoadAware) return std::nullopt;
   const LoadMonitor& monitor = monitors_[static_cast<size_t>(class_of(shape))];
@@ -309,7 +290,7 @@ std::optional<TransferPolicy::Question> TransferPolicy::due(const RoundShape& sh
   const bool may_retreat = stays_away || may_adapt(adopted, drifts, adopted.refused_wake);
   const bool may_exchange = (stays_away && has_advanced(adopted.choice)) ||
                             may_adapt(adopted, drifts, adopted.refused_exchange_wake);
-  return Question{.shape = shape,
+  return TransferQuestion{.shape = shape,
                   .version = num_versions_++,
                   .present = adopted.choice,
                   .may_spin = may_spin,
@@ -321,165 +302,20 @@ std::optional<TransferPolicy::Question> TransferPolicy::due(const RoundShape& sh
                   .between = in_turns ? monitor.speeds_between(calm) : Speeds{}};
 }
 
-TransferPolicy::Answer TransferPolicy::decide(const Question& question,
-                                              TransferScheduler& scheduler) const {
-  Answer answer;
-  if (options_.choose_at_random) {
-    answer.choice = options_.choose_at_random(question.shape);
-    answer.choice.spins &= question.may_spin;
-    if (!question.may_retreat) answer.choice.retreats.clear();
-    std::vector<int> advances;
-    for (const Advance& advance : answer.choice.advances) advances.push_back(advance.unit);
-    answer.choice.advances = model_.places_for(advances, answer.choice.retreats);
-    answer.is_worthwhile = true;
-    return answer;
-  }
-  if (question.now.slice_ns > 0) return decide_in_turns(question, scheduler);
-  const RoundShape& shape = question.shape;
-  const Speeds& speeds = question.speeds;
-  answer.before_ns = model_.predict(scheduler, shape, speeds, question.present);
-  TransferSchedule found = model_.schedule(scheduler, shape, speeds);
-  const auto stay_ns = static_cast<double>(found.round_ns);
-  const double unsure = has_retreated(question.present) ? kUnsureToReturn : kUnsure;
-  double most_moved_ns = stay_ns * unsure;
-  const auto consider = [&](Choice moved) {
-    TransferSchedule other = model_.schedule(scheduler, shape, speeds, moved);
-    const auto other_ns = static_cast<double>(other.round_ns);
-    if (other_ns >= most_moved_ns) return;
-    most_moved_ns = other_ns;
-    found = std::move(other);
-    answer.choice = std::move(moved);
-  };
-  if (question.may_retreat) {
-    for (std::vector<int>& retreats : model_.retreats(shape, speeds)) {
-      consider({.promotions = {}, .retreats = std::move(retreats), .advances = {}});
-    }
-  }
-  if (question.may_exchange && !model_.fold().advances.empty()) {
-    // A retreat that promises next to nothing is not in its way.
-    if (most_moved_ns > stay_ns * (1 - kWorthwhileGain)) most_moved_ns = stay_ns * unsure;
-    consider(model_.fold());
-  }
-  // One thing at a time: what few hand-offs are left may be in time.
-  const bool could_spin = question.may_spin && !question.present.spins;
-  const bool begins_retreat = has_retreated(answer.choice) && !has_retreated(question.present);
-  const bool begins_to_spin = could_spin && !(begins_retreat && is_faster(found.round_ns, answer.before_ns));
-  if (begins_to_spin && begins_retreat) answer.choice = {};
-  if (begins_to_spin && !has_retreated(answer.choice)) {
-    Speeds spinning = speeds;  // as they would be
-    spinning.wake = std::max(speeds.wake * kLateSpinning, 1.0);
-    spinning.hand_off = std::max(speeds.hand_off * kLateSpinning, 1.0);
-    found = model_.schedule(scheduler, shape, spinning);
-  }
-  answer.choice.spins = question.may_spin && (question.present.spins || begins_to_spin);
-  answer.after_ns = found.round_ns;
-  answer.is_worthwhile =
-      begins_to_spin || must_return(question) || is_faster(answer.after_ns, answer.before_ns);
-  answer.choice.promotions = std::move(found.promotions);
+TransferAnswer TransferPolicy::decide(const TransferQuestion& question,
+                                      TransferScheduler& scheduler) const {
+  if (!options_.choose_at_random) return atsc::decide(question, model_, scheduler);
+  TransferAnswer answer{.choice = options_.choose_at_random(question.shape), .is_worthwhile = true};
+  answer.choice.spins &= question.may_spin;
+  if (!question.may_retreat) answer.choice.retreats.clear();
+  std::vector<int> advances;
+  for (const Advance& advance : answer.choice.advances) advances.push_back(advance.unit);
+  answer.choice.advances = model_.places_for(advances, answer.choice.retreats);
   return answer;
 }
 
-// A device that spins yields again, and units come home, whatever is predicted: the trial tells whether
-// that was right.
-bool TransferPolicy::must_return(const Question& question) {
-  const bool may_move = question.may_retreat || question.may_exchange;
-  return (question.present.spins && !question.may_spin) ||
-         (has_retreated(question.present) && !may_move);
-}
-
-// What to promote, and whether to spin, with the units moved as in `moved`: the most promising first. A scheduler
-// that knows mean times of copies and hand-offs makes them, for links and hand-offs from fast to slow; what
-// rounds would take beside the other program is another question.
-std::vector<ChoiceRace::Entry> TransferPolicy::made_in_turns(const Question& question, Choice moved,
-                                                             std::span<const double> links,
-                                                             std::span<const double> lates,
-                                                             TransferScheduler& scheduler) const {
-  std::vector<ChoiceRace::Entry> made;
-  const auto hand_off_ns = static_cast<double>(plan_.device.hand_off_ns);
-  Speeds speeds = question.between;
-  for (const double link : links) {
-    for (const double late : lates) {
-      speeds.link = question.between.link * link;
-      speeds.wake = 1 + late * static_cast<double>(question.now.slice_ns) / hand_off_ns;
-      speeds.hand_off = question.between.hand_off + (speeds.wake - 1) / 2;
-      moved.promotions = model_.schedule(scheduler, question.shape, speeds, moved).promotions;
-      for (const bool spins : {false, true}) {
-        if (spins && !question.may_spin) continue;
-        moved.spins = spins;
-        made.push_back({moved, in_turns_ns(question, moved)});
-      }
-    }
-  }
-  std::ranges::stable_sort(made, {}, &ChoiceRace::Entry::round_ns);
-  return made;
-}
-int64_t TransferPolicy::in_turns_ns(const Question& question, const Choice& choice) const {
-  return model_.predict_in_turns(question.shape, question.between, question.now.slice_ns, choice);
-}
-
-// A choice and its neighbours, which move the same units: the device spins or not, and as much is copied, or
-// about as much more or less as the slots hold.
-std::vector<ChoiceRace::Entry> TransferPolicy::neighbours(const Question& question,
-                                                          const ChoiceRace::Entry& best,
-                                                          TransferScheduler& scheduler) const {
-  const std::vector<ChoiceRace::Entry> made =
-      made_in_turns(question, best.choice, kNearLinks, kNearLateSlices, scheduler);
-  const auto step = static_cast<int64_t>(residency_.slot_bytes()) * residency_.num_slots();
-  const auto bytes = static_cast<int64_t>(promoted_bytes(best.choice));
-  std::vector<ChoiceRace::Entry> found;
-  if (question.may_spin) {
-    Choice other = best.choice;
-    other.spins = !other.spins;
-    const int64_t round_ns = in_turns_ns(question, other);
-    found.push_back({std::move(other), round_ns});
-  }
-  for (const int64_t wanted : {bytes - step, bytes + step}) {
-    for (const bool spins : {false, true}) {
-      const auto near = std::ranges::find_if(made, [&](const ChoiceRace::Entry& entry) {
-        const auto far = std::abs(static_cast<int64_t>(promoted_bytes(entry.choice)) - wanted);
-        return entry.choice.spins == spins && 2 * far <= step;
-      });
-      if (near != made.end()) found.push_back(*near);
-    }
-  }
-  std::ranges::stable_sort(found, {}, &ChoiceRace::Entry::round_ns);
-  found.insert(found.begin(), best);
-  return found;
-}
-
-// What moves units may be predicted to take a little longer than what does not, for its trial decides.
-TransferPolicy::Answer TransferPolicy::decide_in_turns(const Question& question,
-                                                       TransferScheduler& scheduler) const {
-  std::vector<Choice> moves;
-  if (question.may_retreat) {
-    std::vector<std::vector<int>> sets = model_.retreats(question.shape, question.speeds);
-    for (size_t number = 0; number < sets.size(); ++number) {
-      if ((sets.size() - 1 - number) % kEachRetreat > 0) continue;
-      moves.push_back({.promotions = {}, .retreats = std::move(sets[number])});
-    }
-  }
-  if (question.may_exchange && !model_.fold().advances.empty()) moves.push_back(model_.fold());
-  const auto best_with = [&](Choice moved) {
-    return made_in_turns(question, std::move(moved), kLinks, kLateSlices, scheduler).front();
-  };
-  const int64_t before_ns = in_turns_ns(question, question.present);
-  ChoiceRace::Entry best = best_with({});
-  int64_t most_ns = std::min<int64_t>(before_ns, std::llrint(kUnsure * static_cast<double>(best.round_ns)));
-  for (Choice& moved : moves) {
-    ChoiceRace::Entry other = best_with(std::move(moved));
-    if (other.round_ns >= most_ns) continue;
-    most_ns = other.round_ns;
-    best = std::move(other);
-  }
-  Answer answer{.choice = best.choice, .before_ns = before_ns, .after_ns = best.round_ns};
-  const double gain = has_adapted(question.present) ? kGainOfAnother : kWorthwhileGain;
-  answer.is_worthwhile = must_return(question) || is_faster(answer.after_ns, before_ns, gain);
-  if (answer.is_worthwhile) answer.compared = neighbours(question, best, scheduler);
-  return answer;
-}
-
-void TransferPolicy::settle(const Question& question, const Answer& answer, const Cost& cost,
-                            int64_t now_ns) {
+void TransferPolicy::settle(const TransferQuestion& question, const TransferAnswer& answer,
+                            const Cost& cost, int64_t now_ns) {
   const auto known = std::ranges::find(adopted_, question.shape, &Adopted::shape);
   if (known == adopted_.end()) return;
   known->asked_ns = now_ns;
@@ -508,7 +344,8 @@ void TransferPolicy::settle(const Question& question, const Answer& answer, cons
   log(question.shape, begins.empty() ? question.reason : begins + ": " + question.reason, answer, cost);
 }
 
-void TransferPolicy::put_off(const Question& question, const Answer& answer, int64_t until_ns) {
+void TransferPolicy::put_off(const TransferQuestion& question, const TransferAnswer& answer,
+                             int64_t until_ns) {
   const auto known = std::ranges::find(adopted_, question.shape, &Adopted::shape);
   if (known == adopted_.end()) return;
   if (has_advanced(answer.choice) && !has_advanced(known->choice)) {
@@ -535,19 +372,13 @@ void TransferPolicy::stop_exchanges() {
   }
 }
 
-uint64_t TransferPolicy::promoted_bytes(const Choice& choice) const {
-  uint64_t bytes = 0;
-  for (const Promotion& promotion : choice.promotions) bytes += plan_.units[promotion.unit].bytes;
-  return bytes;
-}
-
-void TransferPolicy::log(const RoundShape& shape, const std::string& reason, const Answer& answer,
+void TransferPolicy::log(const RoundShape& shape, const std::string& reason, const TransferAnswer& answer,
                          const Cost& cost) {
   atsc_change change{};
   change.when_ns = platform::now_ns();
   change.kind = class_of(shape) == 0 ? ATSC_ROUND_DECODE : ATSC_ROUND_PREFILL;
   change.num_promoted = static_cast<int32_t>(answer.choice.promotions.size());
-  change.promoted_bytes = promoted_bytes(answer.choice);
+  change.promoted_bytes = model_.promoted_bytes(answer.choice);
   change.before_ns = answer.before_ns;
   change.after_ns = answer.after_ns;
   change.num_retreated = static_cast<int32_t>(answer.choice.retreats.size());

@@ -8,14 +8,15 @@
 // has been measured for longer. The answer is taken only if it promises a gain worth the trouble;
 // either way, what is assumed from then on is what was asked with, so that nothing is asked twice.
 // A new choice is on trial (choice_trial.h): if rounds get slower than they were, the one before comes
-// back, and what is assumed stays, so that it is not given up again until speeds move.
+// back, and what is assumed stays, so that it is not given up again until speeds move. Where the answer
+// names some choices that may be as good, the fastest of them by rounds is found out next (choice_race.h).
 //
 // Where hand-offs show that another program keeps the device from coming back, decode makes two more
-// choices. Units may retreat: the host computes what lies between its own units, so that fewer hand-offs
-// are left. And the device keeps its turn while it waits for the host: it spins. Where the other program
-// has the device in turn, a slice each, choices are judged by a model of that. Hand-offs go on showing
-// how late the device is; once it was in time for long enough, it yields again and units come home. Where
-// a trial fails, the same is not tried again on a device that is as late, or given up later.
+// choices (transfer_decision.h). Units may retreat: the host computes what lies between its own units, so
+// that fewer hand-offs are left. And the device keeps its turn while it waits for the host: it spins.
+// Hand-offs go on showing how late the device is; once it was in time for long enough, it yields again and
+// units come home. Where a trial fails, the same is not tried again on a device that is as late, or given up
+// later.
 //
 //     rounds' thread    choice_of, observe, due, settle, put_off
 //     any thread        decide, take_change
@@ -29,14 +30,13 @@
 #include <functional>
 #include <mutex>
 #include <optional>
-#include <span>
 #include <string>
 #include <vector>
 
 #include "atsc.h"
-#include "choice_race.h"
 #include "choice_trial.h"
 #include "load_monitor.h"
+#include "transfer_decision.h"
 #include "transfer_model.h"
 
 namespace atsc {
@@ -58,11 +58,6 @@ class TransferPolicy {
  public:
   TransferPolicy(const Plan& plan, const Residency& residency, const TransferOptions& options);
 
-  struct Conditions {
-    Drifts drifts = {};
-    int64_t slice_ns = 0;  // of another program that has the device in turn; 0: none has
-    Drifts calm = {};      // before it came
-  };
   // What rounds of a shape do at present.
   struct Adopted {
     RoundShape shape;
@@ -92,37 +87,20 @@ class TransferPolicy {
 
   void observe(const HybridRound& round, const RoundRecord& record);
 
-  struct Question {
-    RoundShape shape;
-    int version;  // that the choice will have
-    Choice present;
-    bool may_spin;
-    bool may_retreat;   // units to the host, and none to the device
-    bool may_exchange;  // units both ways
-    Speeds speeds;
-    Conditions now;
-    std::string reason;
-    Speeds between = {};  // another program's slices
-  };
   // What to decide now, if anything.
-  std::optional<Question> due(const RoundShape& shape, int64_t now_ns);
+  std::optional<TransferQuestion> due(const RoundShape& shape, int64_t now_ns);
 
-  struct Answer {
-    Choice choice;
-    int64_t before_ns = 0, after_ns = 0;  // predicted, with the present choice and with this one
-    bool is_worthwhile = false;
-    std::vector<ChoiceRace::Entry> compared = {};  // this one and others with the same units moved
-  };
-  Answer decide(const Question& question, TransferScheduler& scheduler) const;
+  TransferAnswer decide(const TransferQuestion& question, TransferScheduler& scheduler) const;
 
   struct Cost {
     int64_t adoption_ns = 0, build_ns = 0;
     uint64_t host_bytes = 0;
   };
   // The end of a question: its answer is what rounds do from now on, if it is worthwhile.
-  void settle(const Question& question, const Answer& answer, const Cost& cost, int64_t now_ns);
+  void settle(const TransferQuestion& question, const TransferAnswer& answer, const Cost& cost,
+              int64_t now_ns);
   // It could not be made. Ask again later; if it was a retreat, soon, and then for promotions alone.
-  void put_off(const Question& question, const Answer& answer, int64_t until_ns);
+  void put_off(const TransferQuestion& question, const TransferAnswer& answer, int64_t until_ns);
   // Rounds of other shapes or sessions come too often: units stay where they are, or retreat alone.
   void stop_exchanges();
 
@@ -137,21 +115,11 @@ class TransferPolicy {
   Choice plain_choice(const RoundShape& shape) const;
   // To spin or to move units, which was not refused at this lateness of the device.
   bool may_adapt(const Adopted& adopted, const Drifts& now, double refused_wake) const;
-  static bool must_return(const Question& question);
-  Answer decide_in_turns(const Question& question, TransferScheduler& scheduler) const;
-  std::vector<ChoiceRace::Entry> made_in_turns(const Question& question, Choice moved,
-                                               std::span<const double> links,
-                                               std::span<const double> lates,
-                                               TransferScheduler& scheduler) const;
-  std::vector<ChoiceRace::Entry> neighbours(const Question& question, const ChoiceRace::Entry& best,
-                                            TransferScheduler& scheduler) const;
-  int64_t in_turns_ns(const Question& question, const Choice& choice) const;
   std::string reason_for(const Adopted& adopted, const Drifts& now, int64_t slice_ns) const;
   bool is_off(double assumed, double now) const;
   void go_back(Adopted& adopted);
   void go_on(Adopted& adopted);
-  uint64_t promoted_bytes(const Choice& choice) const;
-  void log(const RoundShape& shape, const std::string& reason, const Answer& answer,
+  void log(const RoundShape& shape, const std::string& reason, const TransferAnswer& answer,
            const Cost& cost);
 
   const Plan& plan_;

@@ -511,7 +511,7 @@ class Game {
   Machine machine_;
   TransferScheduler scheduler_;
   SessionPlace* place_;
-  std::optional<TransferPolicy::Question> question_;
+  std::optional<TransferQuestion> question_;
   HybridRound round_{.version = -1};
   int delay_ = 0;
 };
