@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from atsc.codegen.build import operands_of, outputs_of
+from atsc.codegen.cpu import FEW_ROWS
 from atsc.codegen.cuda import CudaKernel, kernel_of, translation_units
 from atsc.codegen.cuda_tiles import Gpu
 from atsc.codegen.device_tables import Module
+from atsc.codegen.layout import UNIT_ALIGNMENT, align
 from atsc.codegen.nvrtc import CudaUnit, compile_cuda
 from atsc.codegen.render import render
 from atsc.codegen.storage import Storage
@@ -31,6 +34,29 @@ class DeviceCode:
     def binary_bytes(self) -> int:
         """Size of the binaries that a GPU of the target's kind loads."""
         return sum(path.stat().st_size for module, path in self.modules if not module.is_ptx)
+
+    def scratch_bytes(self, capacities: Sequence[int], most_rows: int, num_sms: int) -> int:
+        """What kernels count and add up in: each its own, once a capacity.
+
+        The runtime lays them out so (DeviceShare::add_scratch).
+
+        Args:
+            capacities: of each node's KV cache, in tokens; 0 where it has none.
+            most_rows: of a round.
+            num_sms: of the GPU.
+        """
+        found: dict[tuple[str, int], int] = {}
+        for few_rows, rows in ((False, most_rows), (True, FEW_ROWS)):
+            for (few, many), capacity in zip(self.kernels, capacities, strict=True):
+                kernel = few if few_rows else many
+                if kernel is None or (kernel.symbol, capacity) in found:
+                    continue
+                launch = kernel.launch()
+                found[kernel.symbol, capacity] = align(
+                    launch.scratch_of(rows=rows, kv_capacity=capacity, num_sms=num_sms),
+                    UNIT_ALIGNMENT,
+                )
+        return sum(found.values())
 
 
 def generate_device(graph: Graph, storage: Storage, gpu: Gpu) -> DeviceCode:

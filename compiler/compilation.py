@@ -119,12 +119,26 @@ class Compilation:
             for unit in self.parts.storage.units
         ]
 
+    def scratch_bytes(self) -> int:
+        """Of the GPU's kernels in the largest rounds."""
+        if self.code.device is None:
+            return 0
+        caches = self.caches()
+        capacities = [
+            caches[int(str(node.attrs["layer"]))].capacity if node.op == "attention" else 0
+            for node in self.graph.nodes
+        ]
+        most_rows = max(self.limits.few_rows, self.limits.chunk, self.limits.logit_rows)
+        return self.code.device.scratch_bytes(capacities, most_rows, self.target.num_sms)
+
     def fixed_bytes(self, annotation: Annotation) -> FixedBytes:
         """VRAM that is taken whatever is resident; as measured where it was."""
         shared = partition.UnitKind.SHARED
         tables = sum(u.bytes for u in self.parts.storage.units if u.kind is shared)
         modules = self.code.device.binary_bytes if self.code.device else 0
-        activations = self.allocation.arena_bytes + self.logits_bytes + tables
+        activations = (
+            self.allocation.arena_bytes + self.logits_bytes + tables + self.scratch_bytes()
+        )
         context = self.target.gpu_context_bytes
         if annotation.fixed_device_bytes is not None:
             context = max(annotation.fixed_device_bytes - modules - activations, 0)

@@ -30,7 +30,7 @@ def vram_regions(manifest: Manifest) -> list[Region]:
         "weights": ("weights that live there", weights),
         "kv": ("KV caches", caches),
         "slots": (f"{last.num_slots} slots for copied weights", last.slot_bytes),
-        "activations": ("activations, logits and tables", device.activations_bytes),
+        "activations": ("activations, logits, scratch, tables", device.activations_bytes),
         "context": ("CUDA context" if device.kind == "cuda" else "context", device.context_bytes),
         "modules": ("kernels", device.modules_bytes),
         "headroom": ("kept free", device.headroom_bytes),

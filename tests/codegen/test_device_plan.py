@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 
+from atsc.codegen.cuda import Launch
+from atsc.codegen.device_build import DeviceCode
 from atsc.codegen.device_plan import DeviceRequest, plan_device
 from atsc.codegen.device_tables import DeviceTables
 from atsc.compiler.compilation import DEFAULT_PROMPT_SHARE
@@ -100,3 +105,21 @@ def test_prompts_bring_kv_caches_to_the_gpu() -> None:
 
     assert caches_on_gpu(0.0) == 0
     assert caches_on_gpu(DEFAULT_PROMPT_SHARE) == 40
+
+
+@dataclass(frozen=True)
+class FakeKernel:
+    symbol: str
+    scratch: str
+
+    def launch(self) -> Launch:
+        return Launch(block=32, shared_bytes=0, grid=("1",), scratch_bytes=self.scratch)
+
+
+def test_scratch_of_equal_kernels_is_shared_where_their_caches_are_equal() -> None:
+    both = FakeKernel("both", "100 * rows")
+    many, few = FakeKernel("many", "64 * kv_capacity * num_sms"), FakeKernel("few", "1000 * rows")
+    kernels: Any = ((both, both), (few, many), (few, many), (few, many), (None, None))
+    scratch = DeviceCode(kernels, ()).scratch_bytes((0, 64, 64, 128, 0), most_rows=512, num_sms=3)
+    pages = 13 + 3 + 6 + 2 * 2  # 51200 bytes; 12288 and 24576; 8000 for each capacity
+    assert scratch == 4096 * pages
