@@ -17,6 +17,8 @@ struct Promotion {
   int unit;
   int slot;             // -1: the unit has no bytes
   int not_before = -1;  // node of the device before which its copy must not begin; -1: none
+
+  bool operator==(const Promotion&) const = default;
 };
 
 // Ascending units. Copies run one after the other; one begins when the unit before it in its slot

@@ -118,6 +118,10 @@ std::vector<ChoiceRace::Entry> InTurns::made(Choice moved, std::span<const doubl
       speeds.wake = 1 + late * slice;
       speeds.hand_off = question_.between.hand_off + late * slice / 2;
       moved.promotions = model_.schedule(scheduler_, question_.shape, speeds, moved).promotions;
+      const auto has_these = [&](const ChoiceRace::Entry& entry) {
+        return entry.choice.promotions == moved.promotions;
+      };
+      if (std::ranges::any_of(found, has_these)) continue;
       for (const bool spins : {false, true}) {
         if (spins && !question_.may_spin) continue;
         moved.spins = spins;

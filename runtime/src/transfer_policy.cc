@@ -105,14 +105,14 @@ TransferPolicy::Adopted& TransferPolicy::find_or_choose(const RoundShape& shape)
     const LoadMonitor& monitor = monitors_[static_cast<size_t>(class_of(shape))];
     made.assumed.drifts = monitor.drifts();
     const TransferQuestion question{.shape = shape,
-                            .version = made.version,
-                            .present = made.choice,
-                            .may_spin = false,
-                            .may_retreat = false,
-                            .may_exchange = false,
-                            .speeds = speeds_of(monitor),
-                            .now = made.assumed,
-                            .reason = "the plan's own times"};
+                                    .version = made.version,
+                                    .present = made.choice,
+                                    .may_spin = false,
+                                    .may_retreat = false,
+                                    .may_exchange = false,
+                                    .speeds = speeds_of(monitor),
+                                    .now = made.assumed,
+                                    .reason = "the plan's own times"};
     const int64_t begin_ns = platform::now_ns();
     TransferAnswer answer = decide(question, scheduler_);
     const int64_t taken_ns = platform::now_ns() - begin_ns;
@@ -164,6 +164,12 @@ void TransferPolicy::go_on(Adopted& adopted) {
       {.choice = std::move(step->choice), .before_ns = step->before_ns, .after_ns = step->after_ns}, {});
 }
 
+// As soon as the device is late.
+void TransferPolicy::ask_again(Adopted& adopted) {
+  adopted.assumed.drifts.wake = 1;
+  adopted.assumed.slice_ns = 0;
+}
+
 // What is assumed are the speeds of the question, which were measured with the choice before. What was
 // begun for a late device and is given up leaves the question open, for what else there is.
 void TransferPolicy::go_back(Adopted& adopted) {
@@ -184,8 +190,7 @@ void TransferPolicy::go_back(Adopted& adopted) {
   const bool must_gain = spins_no_more || has_returned;
   if (must_gain) {
     adopted.assumed = adopted.assumed_before;
-    adopted.assumed.drifts.wake = 1;
-    adopted.assumed.slice_ns = 0;
+    ask_again(adopted);
   } else if (has_adapted(present) && !has_adapted(tried)) {
     adopted.assumed = adopted.assumed_before;
     adopted.rounds_to_return = std::min(2 * adopted.rounds_to_return, kMostRoundsToReturn);
@@ -253,8 +258,7 @@ std::optional<TransferQuestion> TransferPolicy::due(const RoundShape& shape,
   const bool is_early = static_cast<double>(now_ns - adopted.asked_ns) < least_ns;
   if (is_early && !options_.choose_at_random) return std::nullopt;
   if (!adapted && !is_late(drifts)) {
-    adopted.assumed.drifts.wake = 1;
-    adopted.assumed.slice_ns = 0;
+    ask_again(adopted);
     adopted.refused_spin_wake = adopted.refused_wake = adopted.refused_exchange_wake = 0;
     adopted.may_exchange = true;
   }
@@ -365,8 +369,7 @@ void TransferPolicy::stop_exchanges() {
     adopted.version = num_versions_++;
     adopted.trial.reset();
     adopted.race.reset();
-    adopted.assumed.drifts.wake = 1;  // so that the question is open again
-    adopted.assumed.slice_ns = 0;
+    ask_again(adopted);
     adopted.may_exchange = false;
     log(adopted.shape, "back: units change places too often", {.choice = adopted.choice}, {});
   }

@@ -117,6 +117,7 @@ class TransferPolicy {
   bool may_adapt(const Adopted& adopted, const Drifts& now, double refused_wake) const;
   std::string reason_for(const Adopted& adopted, const Drifts& now, int64_t slice_ns) const;
   bool is_off(double assumed, double now) const;
+  static void ask_again(Adopted& adopted);
   void go_back(Adopted& adopted);
   void go_on(Adopted& adopted);
   void log(const RoundShape& shape, const std::string& reason, const TransferAnswer& answer,
