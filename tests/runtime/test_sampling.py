@@ -86,7 +86,8 @@ def test_same_seed_same_tokens(open_tiny: OpenTiny) -> None:
 
     assert tokens(1, 5) == tokens(2, 5)
     assert tokens(1, 5) != tokens(1, 6)
-    assert tokens(1, None) != tokens(1, None)
+    # Now and then two of them end with their first token; never all of them.
+    assert len({tuple(tokens(1, None)) for _ in range(8)}) > 1
 
 
 def test_greedy_follows_the_largest_logit(open_tiny: OpenTiny) -> None:
