@@ -36,6 +36,10 @@ bool is_other_wake(double one, double other) {
   return std::max(one / other, other / one) > kOtherWake;
 }
 
+TransferPolicy::Refusal refusal_under(const Conditions& now) {
+  return {now.drifts.wake, now.slice_ns > 0};
+}
+
 // "CPU 38 % slower", "link 2.4 times as fast"
 std::string change_text(const char* what, double assumed, double now) {
   char text[48];
@@ -78,11 +82,14 @@ Choice TransferPolicy::plain_choice(const RoundShape& shape) const {
 }
 
 // Long rounds have next to no hand-offs. What a trial has refused is tried again when the device comes
-// back sooner or later than then by far.
-bool TransferPolicy::may_adapt(const Adopted& adopted, const Drifts& now, double refused_wake) const {
+// back sooner or later than then by far, and once more when another program turns out to have it in turn:
+// then other promotions come with it.
+bool TransferPolicy::may_adapt(const Adopted& adopted, const Conditions& now,
+                               const Refusal& refusal) const {
   if (options_.choose_at_random) return true;
-  if (class_of(adopted.shape) != 0 || !is_late(now)) return false;
-  return refused_wake == 0 || is_other_wake(refused_wake, now.wake);
+  if (class_of(adopted.shape) != 0 || !is_late(now.drifts)) return false;
+  const bool is_refused = refusal.wake > 0 && !is_other_wake(refusal.wake, now.drifts.wake);
+  return !is_refused || (now.slice_ns > 0 && !refusal.in_turns);
 }
 
 const TransferPolicy::Adopted& TransferPolicy::choice_of(const RoundShape& shape) {
@@ -180,12 +187,13 @@ void TransferPolicy::go_back(Adopted& adopted) {
   const Choice& present = answer.choice = adopted.choice;
   const bool spins_no_more = tried.spins && !present.spins;
   const bool has_returned = has_retreated(tried) && !has_retreated(present);
+  const Refusal refusal = refusal_under(adopted.assumed);
   if (spins_no_more) {
-    adopted.refused_spin_wake = adopted.assumed.drifts.wake;
+    adopted.spin_refused = refusal;
   } else if (has_advanced(tried) && !has_advanced(present)) {
-    adopted.refused_exchange_wake = adopted.assumed.drifts.wake;
+    adopted.exchange_refused = refusal;
   } else if (has_returned) {
-    adopted.refused_wake = adopted.assumed.drifts.wake;
+    adopted.retreat_refused = refusal;
   }
   const bool must_gain = spins_no_more || has_returned;
   if (must_gain) {
@@ -259,7 +267,7 @@ std::optional<TransferQuestion> TransferPolicy::due(const RoundShape& shape,
   if (is_early && !options_.choose_at_random) return std::nullopt;
   if (!adapted && !is_late(drifts)) {
     ask_again(adopted);
-    adopted.refused_spin_wake = adopted.refused_wake = adopted.refused_exchange_wake = 0;
+    adopted.spin_refused = adopted.retreat_refused = adopted.exchange_refused = {};
     adopted.may_exchange = true;
   }
   const bool may_stay = adapted && adopted.rounds_in_time < adopted.rounds_to_return;
@@ -278,7 +286,7 @@ std::optional<TransferQuestion> TransferPolicy::due(const RoundShape& shape,
   } else {
     return std::nullopt;
   }
-  const Drifts calm = goes_on ? adopted.assumed.calm : monitor.calm();
+  const Conditions now = {drifts, slice_ns, goes_on ? adopted.assumed.calm : monitor.calm()};
   Speeds speeds = speeds_of(monitor);
   const bool stays_away = may_stay && has_retreated(adopted.choice);
   const bool has_few_hand_offs = monitor.num_hand_offs() < kEnoughHandOffs;
@@ -290,10 +298,10 @@ std::optional<TransferQuestion> TransferPolicy::due(const RoundShape& shape,
   const bool may_spin = options_.may_spin &&
                         ((may_stay && adopted.choice.spins) ||
                          (!(stays_away && has_few_hand_offs) &&
-                          may_adapt(adopted, drifts, adopted.refused_spin_wake)));
-  const bool may_retreat = stays_away || may_adapt(adopted, drifts, adopted.refused_wake);
+                          may_adapt(adopted, now, adopted.spin_refused)));
+  const bool may_retreat = stays_away || may_adapt(adopted, now, adopted.retreat_refused);
   const bool may_exchange = (stays_away && has_advanced(adopted.choice)) ||
-                            may_adapt(adopted, drifts, adopted.refused_exchange_wake);
+                            may_adapt(adopted, now, adopted.exchange_refused);
   return TransferQuestion{.shape = shape,
                   .version = num_versions_++,
                   .present = adopted.choice,
@@ -301,9 +309,9 @@ std::optional<TransferQuestion> TransferPolicy::due(const RoundShape& shape,
                   .may_retreat = may_retreat,
                   .may_exchange = may_exchange && adopted.may_exchange,
                   .speeds = std::move(speeds),
-                  .now = {drifts, slice_ns, calm},
+                  .now = now,
                   .reason = std::move(reason),
-                  .between = in_turns ? monitor.speeds_between(calm) : Speeds{}};
+                  .between = in_turns ? monitor.speeds_between(now.calm) : Speeds{}};
 }
 
 TransferAnswer TransferPolicy::decide(const TransferQuestion& question,
@@ -355,7 +363,7 @@ void TransferPolicy::put_off(const TransferQuestion& question, const TransferAns
   if (has_advanced(answer.choice) && !has_advanced(known->choice)) {
     known->may_exchange = false;
   } else if (has_retreated(answer.choice) && !has_retreated(known->choice)) {
-    known->refused_wake = question.now.drifts.wake;
+    known->retreat_refused = refusal_under(question.now);
   } else {
     known->asked_ns = until_ns;
   }

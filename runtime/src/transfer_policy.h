@@ -58,6 +58,12 @@ class TransferPolicy {
  public:
   TransferPolicy(const Plan& plan, const Residency& residency, const TransferOptions& options);
 
+  // How late the device was when rounds refused something (0: they did not), and whether another program
+  // was known to have it in turn.
+  struct Refusal {
+    double wake = 0;
+    bool in_turns = false;
+  };
   // What rounds of a shape do at present.
   struct Adopted {
     RoundShape shape;
@@ -73,9 +79,8 @@ class TransferPolicy {
     Choice before = {};          // what comes back if the trial says so
     Conditions assumed_before = {};
     int rounds_to_wait = 0;      // until speeds are those of the choice that came back
-    // Drifts with which it was no faster to spin, or to retreat without that, alone or with exchanges (or
-    // there was no memory); 0: none.
-    double refused_spin_wake = 0, refused_wake = 0, refused_exchange_wake = 0;
+    // To spin, or to retreat without that, alone or with exchanges, was no faster (or there was no memory).
+    Refusal spin_refused = {}, retreat_refused = {}, exchange_refused = {};
     bool may_exchange = true;    // false: too little memory for it, or too many prompts
     // Drifts when the retreat began: the few hand-offs that are left say little.
     double late_hand_off = 1, late_wake = 1;
@@ -113,8 +118,8 @@ class TransferPolicy {
   int class_of(const RoundShape& shape) const;
   Adopted& find_or_choose(const RoundShape& shape);
   Choice plain_choice(const RoundShape& shape) const;
-  // To spin or to move units, which was not refused at this lateness of the device.
-  bool may_adapt(const Adopted& adopted, const Drifts& now, double refused_wake) const;
+  // To spin or to move units, which was not refused under conditions like these.
+  bool may_adapt(const Adopted& adopted, const Conditions& now, const Refusal& refusal) const;
   std::string reason_for(const Adopted& adopted, const Drifts& now, int64_t slice_ns) const;
   bool is_off(double assumed, double now) const;
   static void ask_again(Adopted& adopted);

@@ -42,6 +42,7 @@ def check(program: Path, name: str, count: int, seed: int, timeout: float = 120)
         ("interruptions", 3000),
         ("retreat", 20),
         ("turns", 10),
+        ("refusal", 10),
         ("fold", 60),
         ("options", 20),
     ],

@@ -148,6 +148,9 @@ class Machine {
     size_t index;
   };
   std::vector<Place> places_of(const Splits& splits) const;
+  double hidden_adapting(const Choice& choice) const {
+    return (choice.retreats.empty() ? 1 : hidden_retreat) * (choice.spins ? hidden_spin : 1);
+  }
 
   std::vector<double> own_cpu_, own_gpu_;
 };
@@ -278,9 +281,7 @@ inline RoundRecord Machine::run(const HybridRound& round, const Choice& choice, 
     }
     run.end_ns = device_free_ns = now_ns;
   }
-  const double hidden = (is_innocent ? 1 : hidden_round) *
-                        (choice.retreats.empty() ? 1 : hidden_retreat) *
-                        (choice.spins ? hidden_spin : 1);
+  const double hidden = (is_innocent ? 1 : hidden_round) * hidden_adapting(choice);
   now_ns += static_cast<int64_t>(static_cast<double>(now_ns - record.begin_ns) * (hidden - 1));
   record.end_ns = now_ns;
   return record;
@@ -359,9 +360,7 @@ inline RoundRecord Machine::run_in_turns(const HybridRound& round, const Choice&
     }
     now_ns = end_ns;
   }
-  if (choice.spins) {
-    now_ns += std::llrint(static_cast<double>(now_ns - record.begin_ns) * (hidden_spin - 1));
-  }
+  now_ns += std::llrint(static_cast<double>(now_ns - record.begin_ns) * (hidden_adapting(choice) - 1));
   record.end_ns = now_ns;
   return record;
 }

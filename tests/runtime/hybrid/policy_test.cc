@@ -8,6 +8,7 @@
 //     policy_test retreat TRIALS SEED FILE   the device comes back late: the host takes units over
 //     policy_test fold TRIALS SEED FILE      units exchanged so that the host has the first ones
 //     policy_test turns TRIALS SEED FILE     another program has the device in turn
+//     policy_test refusal TRIALS SEED FILE   what is refused, and tried again under other conditions
 //     policy_test options TRIALS SEED FILE   how large a change is one, and how soon the next
 //     policy_test overhead ROUNDS SEED FILE  what watching costs a round; constant speeds are no news
 //
@@ -227,6 +228,45 @@ void test_turns(Random& random, const std::string& path, int num_trials) {
   EXPECT(num_still_folded > 0.8 * num_trials && num_folded_again > 0.8 * num_trials);
 }
 
+// What rounds have refused before it shows that another program has the device in turn is tried then, and
+// what they refuse then as well is not.
+void test_refusal(Random& random, const std::string& path, int num_trials) {
+  int num_folded = 0, num_spun = 0;
+  for (int trial = 0; trial < num_trials; ++trial) {
+    const double share = between(random, 0.6, 0.9);
+    Game game(random, path, regular_plan(random, 30 + below(random, 20)), {},
+              [&](Random&, const RandomPlan& plan) { return alternating_placement(plan, share); });
+    Machine& machine = game.machine();
+    game.play(40, 0.02);
+    machine.wake_ns = 400'000;
+    machine.hidden_spin = machine.hidden_retreat = 4;
+    game.play(200, 0.02);
+    EXPECT(!game.spins() && !game.has_retreated());
+    machine.wake_ns = 0;
+    machine.turns.slice_ns = 700'000;
+    const bool helps = trial % 2 == 0;
+    if (helps) machine.hidden_spin = machine.hidden_retreat = 1;
+    bool has_spun = false;
+    for (int round = 0; round < 300; ++round) {
+      game.play(1, 0.02);
+      has_spun |= game.spins();
+    }
+    std::fprintf(stderr, "%d: %s, %s\n", trial, game.has_folded() ? "folded" : "at home",
+                 has_spun ? "has spun" : "has not spun");
+    if (helps) {
+      num_folded += game.has_folded();
+      num_spun += has_spun;
+      continue;
+    }
+    EXPECT(!game.spins() && !game.has_retreated());
+    game.num_changes = 0;
+    game.play(1000, 0.02);
+    EXPECT(game.num_changes <= 2);
+    EXPECT(!game.spins() && !game.has_retreated());
+  }
+  EXPECT(num_folded > 0.4 * num_trials && num_spun > 0.4 * num_trials);
+}
+
 // Who takes whose place in a fold: the same memory, used once, and one hand-off each way.
 void test_fold(Random& random, const std::string& path, int num_trials) {
   int num_folds = 0;
@@ -419,6 +459,7 @@ int main(int argc, char** argv) {
   if (name == "probe") test_probe(random, argv[4], count);
   if (name == "retreat") test_retreat(random, argv[4], count);
   if (name == "turns") test_turns(random, argv[4], count);
+  if (name == "refusal") test_refusal(random, argv[4], count);
   if (name == "fold") test_fold(random, argv[4], count);
   if (name == "mistake") test_mistake(random, argv[4], count);
   if (name == "options") test_options(random, argv[4], count);
