@@ -78,10 +78,13 @@ void DeviceShare::assign(const Placement& placement) {
 
 void DeviceShare::lay_out(Device& device) {
   unit_offsets.assign(unit_on_device.size(), kNowhere);
-  for (int unit = 0; unit < plan_.num_units; ++unit) {
-    if (!unit_on_device[unit]) continue;
-    unit_offsets[unit] = weights_bytes;
-    weights_bytes += room_of(plan_.units[unit]);
+  // What may give its place to others lies together and in order: nothing small that stays splits the room.
+  for (const bool may_move : {false, true}) {
+    for (int unit = 0; unit < plan_.num_units; ++unit) {
+      if (!unit_on_device[unit] || (plan_.units[unit].kind == UnitKind::kWeights) != may_move) continue;
+      unit_offsets[unit] = weights_bytes;
+      weights_bytes += room_of(plan_.units[unit]);
+    }
   }
   for (int index = 0; index < plan_.num_caches; ++index) {
     const CacheEntry& cache = plan_.caches[index];

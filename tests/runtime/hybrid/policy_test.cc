@@ -267,7 +267,24 @@ void test_refusal(Random& random, const std::string& path, int num_trials) {
   EXPECT(num_folded > 0.4 * num_trials && num_spun > 0.4 * num_trials);
 }
 
-// Who takes whose place in a fold: the same memory, used once, and one hand-off each way.
+// Of the host's units that advance into what those before give up, the first one if all the room can be used.
+int first_with_room(const RandomPlan& made, const DeviceShare& on) {
+  uint64_t room = 0, needed = 0;
+  const auto is_weights = [&](size_t unit) { return made.units[unit].kind == UnitKind::kWeights; };
+  const auto bytes = [&](size_t unit) { return DeviceShare::room_of(made.units[unit]); };
+  for (size_t unit = 0; unit < made.units.size(); ++unit) {
+    if (is_weights(unit) && !on.unit_on_device[unit]) needed += bytes(unit);
+  }
+  for (size_t unit = 0; unit < made.units.size(); ++unit) {
+    if (!is_weights(unit)) continue;
+    if (on.unit_on_device[unit]) room += bytes(unit);
+    else if (room > 0 && room >= needed) return static_cast<int>(unit);
+    else needed -= bytes(unit);
+  }
+  return -1;
+}
+
+// Who takes whose place in a fold: the same memory, used once and all of it, and one hand-off each way.
 void test_fold(Random& random, const std::string& path, int num_trials) {
   int num_folds = 0;
   for (int trial = 0; trial < num_trials; ++trial) {
@@ -304,6 +321,7 @@ void test_fold(Random& random, const std::string& path, int num_trials) {
       for (uint64_t at = begin; at < begin + setup.plan.units[unit].bytes; ++at) EXPECT(!is_taken[at]);
     }
     EXPECT(fold.retreats.back() < first_unit);
+    EXPECT(first_unit == first_with_room(made, on));
     const BuiltRound round = build_round(setup.plan, *setup.residency,
                                          *setup.residency->take_place(), 1, 1, fold);
     EXPECT(round.splits.runs.size() <= 2);

@@ -129,7 +129,7 @@ class RandomPlan {
     for (int layer = 0; layer < num_layers; ++layer) {
       add_unit(random, UnitKind::kWeights, kWidth * kWidth);
       add_node(kernels::kLinear, {value(), weight()}, RowsOf::kTokens, -1);
-      add_unit(random, UnitKind::kKvCache, 0);
+      add_unit(random, UnitKind::kKvCache, kWidth);  // a norm's, say
       add_node(kernels::kRemember, {value()}, RowsOf::kTokens, layer);
       caches_.push_back({kHeads, kWidth / kHeads, 0, kContext});
       add_unit(random, UnitKind::kWeights, kWidth * kWidth);
