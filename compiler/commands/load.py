@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from atsc.compiler.errors import AtscError, DeviceError
 
@@ -102,12 +102,14 @@ def check_loads(loads: Sequence[Load]) -> None:
 
 
 class Pressure:
-    """Processes that press this machine while the context lasts."""
+    """Processes that press this machine while the context lasts; each time as much."""
 
     def __init__(self, load: Load) -> None:
         self.load = load
         self.achieved = 0.0
         """After the context: the share that the processes really got, on average."""
+        self._rates: list[float] = []
+        """GpuRates, from the first time on."""
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -118,9 +120,9 @@ class Pressure:
         """
         cpus = sorted(os.sched_getaffinity(0)) if self.load.kind == "cpu" else [-1]
         with contextlib.ExitStack() as stack:
-            children = [stack.enter_context(_child(self.load, cpu)) for cpu in cpus]
+            children = [stack.enter_context(_child(self.load, cpu, self._rates)) for cpu in cpus]
             for child in children:
-                self._answer(child, START_SECONDS)
+                self._rates = self._answer(child, START_SECONDS)["rates"]
             yield
             for child in children:
                 assert child.stdin
@@ -141,8 +143,9 @@ class Pressure:
 
 
 @contextlib.contextmanager
-def _child(load: Load, cpu: int) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", __name__, load.kind, str(load.share), str(cpu)]
+def _child(load: Load, cpu: int, rates: Sequence[float]) -> Iterator[subprocess.Popen[bytes]]:
+    numbers = map(str, (load.share, cpu, *rates))
+    command = [sys.executable, "-m", __name__, load.kind, *numbers]
     child = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -161,12 +164,15 @@ def _child(load: Load, cpu: int) -> Iterator[subprocess.Popen[bytes]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The child: press until standard input ends."""
-    kind, share, cpu = sys.argv[1:] if arguments is None else arguments
+    kind, share, cpu, *numbers = sys.argv[1:] if arguments is None else arguments
+    rates = GpuRates(*map(float, numbers)) if numbers else None
     try:
         if kind == "gpu":
             _leave_cpus()
-        work = _cpu_work(int(cpu)) if kind == "cpu" else gpu_work(_driver())
-        _say({"ready": True})
+            work, rates = gpu_work(_driver(), rates)
+        else:
+            work = _cpu_work(int(cpu))
+        _say({"rates": list(rates or ())})
         _say({"share": press(float(share), work, sys.stdin)})
     except AtscError as error:
         _say({"error": str(error)})
@@ -210,11 +216,21 @@ def _cpu_work(cpu: int) -> Work:
     return work
 
 
-def gpu_work(driver: Any) -> Work:
+class GpuRates(NamedTuple):
+    """What a GPU does in a second while nobody else has it."""
+
+    steps: float
+    """Of KERNEL."""
+    copied_bytes: float
+    """To it."""
+
+
+def gpu_work(driver: Any, rates: GpuRates | None = None) -> tuple[Work, GpuRates]:
     """Kernels that read VRAM, and copies to it beside them, both as long as they take alone.
 
     Args:
         driver: the module cuda.bindings.driver; the first GPU is used.
+        rates: None: measured.
 
     Raises:
         DeviceError, CodegenError: something of it is not to be had.
@@ -261,18 +277,17 @@ def gpu_work(driver: Any) -> Work:
         for stream in streams:
             _call(driver, "cuStreamSynchronize", stream)
 
-    steps_per_s = _rate_of(launch, wait, 256)
-    bytes_per_s = _rate_of(copy, wait, COPY_BYTES)
+    found = rates or GpuRates(_rate_of(launch, wait, 256), _rate_of(copy, wait, COPY_BYTES))
 
     def work(seconds: float, until: float) -> float:
         count = math.ceil(seconds / KERNEL_SECONDS)
         for _ in range(count):
-            launch(max(round(steps_per_s * seconds / count), 1))
-        copy(round(bytes_per_s * seconds))
+            launch(max(round(found.steps * seconds / count), 1))
+        copy(round(found.copied_bytes * seconds))
         wait()
         return seconds
 
-    return work
+    return work, found
 
 
 def _rate_of(work: Callable[[int], None], wait: Callable[[], None], amount: int) -> float:

@@ -113,6 +113,7 @@ def run(args: argparse.Namespace, console: Console, directory: Path) -> int:
         **running.transfer_options(args),
     }
     policies: Sequence[str] = POLICIES
+    pressures = [Pressure(load) for load in args.load]
     rows: list[Row] = []
     while len(rows) < len(policies) * len(args.load):
         policy = policies[len(rows) // len(args.load)]
@@ -125,7 +126,7 @@ def run(args: argparse.Namespace, console: Console, directory: Path) -> int:
                 )
             if plan.device_name is None:
                 policies, policy = ALONE, ALONE[0]
-            rows += _measure(plan, policy, test, args, console)
+            rows += _measure(plan, policy, test, args, pressures, console)
             document = {
                 "plan": str(directory),
                 "model": plan.model_name,
@@ -155,7 +156,12 @@ def _checked(args: argparse.Namespace) -> Test:
 
 
 def _measure(
-    plan: Plan, policy: str, test: Test, args: argparse.Namespace, console: Console
+    plan: Plan,
+    policy: str,
+    test: Test,
+    args: argparse.Namespace,
+    pressures: Sequence[Pressure],
+    console: Console,
 ) -> list[Row]:
     import numpy as np
 
@@ -166,14 +172,13 @@ def _measure(
             session.prefill(ids[: test.depth], logits="none")
         for token in ids[test.depth :][:WARM_UP_TOKENS].tolist():
             session.decode(token, copy=False)
-        for done, load in enumerate(args.load):
-            console.progress(f"{policy}, {load}", done, len(args.load))
+        for done, pressure in enumerate(pressures):
+            console.progress(f"{policy}, {pressure.load}", done, len(pressures))
             plan.take_changes()
             quiet = _write(plan, session, ids, test, args.seconds)
-            pressure = Pressure(load)
             with pressure.applied():
                 loaded = _write(plan, session, ids, test, args.seconds)
-            rows.append(Row(policy, load, pressure.achieved, quiet, loaded))
+            rows.append(Row(policy, pressure.load, pressure.achieved, quiet, loaded))
     console.clear()
     return rows
 

@@ -20,7 +20,7 @@ from fake_plan import FakePlan, FakeSession
 
 from atsc.compiler import cli
 from atsc.compiler.commands import load as loads
-from atsc.compiler.commands.load import Load, Pressure, gpu_work, press
+from atsc.compiler.commands.load import GpuRates, Load, Pressure, gpu_work, press
 from atsc.compiler.commands.under_load import Phase
 from atsc.compiler.errors import CodegenError, DeviceError
 from atsc.runtime import loader
@@ -150,6 +150,27 @@ def test_a_process_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
             pass
 
 
+@pytest.mark.usefixtures("one_cpu")
+def test_a_gpu_is_pressed_as_much_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = "import sys; print('{\"rates\": [3.5, 7]}', flush=True); sys.stdin.read(); "
+    script += "print('{\"share\": 0.5}')"
+    started, commands = subprocess.Popen, []
+
+    def popen(command: list[str], **more: Any) -> Any:
+        commands.append(command)
+        return started([sys.executable, "-c", script], **more)
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    pressure = Pressure(Load("gpu", 0.6))
+    for _ in range(2):
+        with pressure.applied():
+            pass
+    assert [command[-5:] for command in commands] == [
+        ["-m", loads.__name__, "gpu", "0.6", "-1"],
+        ["gpu", "0.6", "-1", "3.5", "7"],
+    ]
+
+
 class FakeDriver:
     """A GPU of known speeds; a stream takes as long as what was put into it."""
 
@@ -207,7 +228,7 @@ def test_gpu_pressure_is_sized_by_what_the_gpu_does_alone() -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
     driver = FakeDriver()
     try:
-        work = gpu_work(driver)
+        work, rates = gpu_work(driver)
     except CodegenError as error:  # pragma: no cover - bindings without the library
         pytest.skip(str(error))
     driver.steps = driver.copied = 0
@@ -217,6 +238,13 @@ def test_gpu_pressure_is_sized_by_what_the_gpu_does_alone() -> None:
     assert driver.steps == pytest.approx(0.02 * driver.steps_per_s, rel=0.3)
     assert driver.copied == pytest.approx(0.02 * driver.bytes_per_s, rel=0.3)
     assert driver.blocks == 7 * loads.BLOCKS_PER_SM
+    driver.steps = driver.copied = 0
+    twice = GpuRates(2 * rates.steps, 2 * rates.copied_bytes)
+    again, found = gpu_work(driver, twice)
+    assert (driver.steps, driver.copied, found) == (0, 0, twice), "nothing to measure"
+    again(0.02, 0)
+    assert driver.steps == pytest.approx(0.02 * twice.steps, abs=40)
+    assert driver.copied == pytest.approx(0.02 * twice.copied_bytes, abs=1)
 
 
 def test_a_driver_that_fails_is_one_line() -> None:
