@@ -160,6 +160,7 @@ void TransferPolicy::go_on(Adopted& adopted) {
   if (!step) return;
   std::string reason = "compares what may be faster";
   if (step->num_compared > 0) {
+    adopted.rounds_to_confirm = 0;  // rounds have said so
     reason = "the fastest of " + std::to_string(step->num_compared) + " compared";
   }
   if (step->is_another) {

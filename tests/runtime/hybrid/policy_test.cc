@@ -188,7 +188,7 @@ void test_retreat(Random& random, const std::string& path, int num_trials) {
 // to spin is found out by rounds, whatever the model promises.
 void test_turns(Random& random, const std::string& path, int num_trials) {
   double sum_of_gains = 0;
-  int num_still_folded = 0, num_folded_again = 0;
+  int num_still_folded = 0, num_folded_again = 0, num_questions = 0;
   for (int trial = 0; trial < num_trials; ++trial) {
     const double share = between(random, 0.6, 0.9);
     Game game(random, path, regular_plan(random, 30 + below(random, 20)), {},
@@ -208,6 +208,7 @@ void test_turns(Random& random, const std::string& path, int num_trials) {
     EXPECT(now_ns < 0.95 * first_ns && now_ns < 1.1 * best_ns);
     EXPECT(!is_misled || !game.spins());
     sum_of_gains += 1 - now_ns / first_ns;
+    num_questions += game.num_questions;
     game.num_changes = 0;
     game.play(3000, 0.02);
     std::fprintf(stderr, "   then %d changes\n", game.num_changes);
@@ -225,6 +226,7 @@ void test_turns(Random& random, const std::string& path, int num_trials) {
     num_folded_again += game.has_folded();
   }
   EXPECT(sum_of_gains > 0.1 * num_trials);
+  EXPECT(num_questions < 2 * num_trials);  // what rounds have compared is not asked about once more
   EXPECT(num_still_folded > 0.8 * num_trials && num_folded_again > 0.8 * num_trials);
 }
 
