@@ -286,12 +286,12 @@ bool HybridExecutor::run_segments(HybridRound& prepared, const Round& round) {
     const int number = static_cast<int>(index);
     if (!executor_.run_segment(*prepared.program, number, *round.cancelled)) return false;
     residency_.device().slow_down_host(begin_ns);
+    const int64_t end_ns = platform::now_ns();  // the device may go on before this thread does
     if (prepared.executable) {
       prepared.executable->raise(kFlagFromHost, static_cast<uint32_t>(index + 1));
     }
     const std::vector<int>& nodes = segments[index].nodes;
-    record_.segments.push_back(
-        {wait_ns, begin_ns, platform::now_ns(), nodes.front(), nodes.back()});
+    record_.segments.push_back({wait_ns, begin_ns, end_ns, nodes.front(), nodes.back()});
   }
   return true;
 }
