@@ -126,7 +126,7 @@ def run(args: argparse.Namespace, console: Console, directory: Path) -> int:
                 )
             if plan.device_name is None:
                 policies, policy = ALONE, ALONE[0]
-            rows += _measure(plan, policy, test, args, pressures, console)
+            rows += _measure(plan, policy, test, pressures, args.seconds, console)
             document = {
                 "plan": str(directory),
                 "model": plan.model_name,
@@ -159,8 +159,8 @@ def _measure(
     plan: Plan,
     policy: str,
     test: Test,
-    args: argparse.Namespace,
     pressures: Sequence[Pressure],
+    seconds: float,
     console: Console,
 ) -> list[Row]:
     import numpy as np
@@ -175,9 +175,9 @@ def _measure(
         for done, pressure in enumerate(pressures):
             console.progress(f"{policy}, {pressure.load}", done, len(pressures))
             plan.take_changes()
-            quiet = _write(plan, session, ids, test, args.seconds)
+            quiet = _write(plan, session, ids, test, seconds)
             with pressure.applied():
-                loaded = _write(plan, session, ids, test, args.seconds)
+                loaded = _write(plan, session, ids, test, seconds)
             rows.append(Row(policy, pressure.load, pressure.achieved, quiet, loaded))
     console.clear()
     return rows

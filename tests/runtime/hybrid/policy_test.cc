@@ -183,6 +183,13 @@ void test_retreat(Random& random, const std::string& path, int num_trials) {
   EXPECT(num_spinning > num_trials / 4);
 }
 
+// On a device that can be folded.
+Game regular_game(Random& random, const std::string& path) {
+  const double share = between(random, 0.6, 0.9);
+  return Game(random, path, regular_plan(random, 30 + below(random, 20)), {},
+              [&](Random&, const RandomPlan& plan) { return alternating_placement(plan, share); });
+}
+
 // Another program has the device in turn: what comes while it is the other's waits for long, copies as well.
 // Units change places, and so few are promoted that copies are there in spite of that; until it is gone. Whether
 // to spin is found out by rounds, whatever the model promises.
@@ -190,9 +197,7 @@ void test_turns(Random& random, const std::string& path, int num_trials) {
   double sum_of_gains = 0;
   int num_still_folded = 0, num_folded_again = 0, num_questions = 0;
   for (int trial = 0; trial < num_trials; ++trial) {
-    const double share = between(random, 0.6, 0.9);
-    Game game(random, path, regular_plan(random, 30 + below(random, 20)), {},
-              [&](Random&, const RandomPlan& plan) { return alternating_placement(plan, share); });
+    Game game = regular_game(random, path);
     Machine& machine = game.machine();
     game.play(40, 0.02);
     machine.turns.slice_ns = std::llrint(between(random, 0.5e6, 0.9e6));
@@ -235,9 +240,7 @@ void test_turns(Random& random, const std::string& path, int num_trials) {
 void test_refusal(Random& random, const std::string& path, int num_trials) {
   int num_folded = 0, num_spun = 0;
   for (int trial = 0; trial < num_trials; ++trial) {
-    const double share = between(random, 0.6, 0.9);
-    Game game(random, path, regular_plan(random, 30 + below(random, 20)), {},
-              [&](Random&, const RandomPlan& plan) { return alternating_placement(plan, share); });
+    Game game = regular_game(random, path);
     Machine& machine = game.machine();
     game.play(40, 0.02);
     machine.wake_ns = 400'000;
@@ -279,9 +282,13 @@ int first_with_room(const RandomPlan& made, const DeviceShare& on) {
   }
   for (size_t unit = 0; unit < made.units.size(); ++unit) {
     if (!is_weights(unit)) continue;
-    if (on.unit_on_device[unit]) room += bytes(unit);
-    else if (room > 0 && room >= needed) return static_cast<int>(unit);
-    else needed -= bytes(unit);
+    if (on.unit_on_device[unit]) {
+      room += bytes(unit);
+    } else if (room > 0 && room >= needed) {
+      return static_cast<int>(unit);
+    } else {
+      needed -= bytes(unit);
+    }
   }
   return -1;
 }
